@@ -1,0 +1,65 @@
+/* Memory that is handed to users: a mapped file (map.c) or an arena (arena.c). */
+#include "ld_internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+int ld_memory_wrap(void *mapping, size_t mapping_length, uint8_t *address, uint64_t size,
+                   struct ld_memory **out)
+{
+    struct ld_memory *memory = ld_sys()->realloc(NULL, sizeof *memory);
+    if (memory == NULL) {
+        munmap(mapping, mapping_length);
+        return -ENOMEM;
+    }
+    *memory = (struct ld_memory){
+        .address = address,
+        .size = size,
+        .mapping = mapping,
+        .mapping_length = mapping_length,
+    };
+    *out = memory;
+    return 0;
+}
+
+int ld_memory_pages(const struct ld_memory *memory, uint64_t offset, uint64_t length,
+                    void **address, size_t *pages_length)
+{
+    if (offset > memory->size || length > memory->size - offset)
+        return -EINVAL;
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t start = ld_align_down(offset, page);
+    *address = memory->address + start;
+    *pages_length = (size_t)(ld_align_up(offset + length, page) - start);
+    return 0;
+}
+
+void *ld_memory_address(const ld_memory *memory)
+{
+    return memory->address;
+}
+
+uint64_t ld_memory_size(const ld_memory *memory)
+{
+    return memory->size;
+}
+
+int ld_memory_lock(const ld_memory *memory, uint64_t offset, uint64_t length)
+{
+    void *address;
+    size_t pages_length;
+    int error = ld_memory_pages(memory, offset, length, &address, &pages_length);
+    if (error != 0)
+        return error;
+    return ld_sys()->mlock(address, pages_length) != 0 ? -errno : 0;
+}
+
+void ld_memory_close(ld_memory *memory)
+{
+    if (memory == NULL)
+        return;
+    munmap(memory->mapping, memory->mapping_length);
+    free(memory);
+}
