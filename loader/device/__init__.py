@@ -1,0 +1,1 @@
+"""Where bytes go: host memory, and devices."""

@@ -1,0 +1,1 @@
+"""What a GGUF file says: types, header, metadata, tensors."""

@@ -1,0 +1,119 @@
+"""Reads the header of a GGUF file, in a few large reads through the file's own handle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGUF_DEFAULT_ALIGNMENT, GGUFValueType
+
+from loader._ffi import Memory, NativeError, Problem, Scan, Transfer
+from loader.errors import DeviceMemoryError, FormatError, UnsupportedFormatError
+from loader.gguf import metadata, tensors
+from loader.gguf.metadata import Metadata
+from loader.gguf.problems import explain
+from loader.gguf.tensors import TensorTable, check_layout
+from loader.gguf.types import TYPE_TABLE
+from loader.io.arena import allocate_arena
+from loader.io.file import File
+from loader.io.ranges import align_up
+
+# The first read, and the most that a header may have. The header of a model
+# with a large vocabulary has some 10 MB.
+FIRST_READ = 1 << 20
+LARGEST_HEADER = 1 << 30
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of one file says. alignment and data_offset (where the
+    tensor data begins) are bytes; transfer counts what was read."""
+
+    version: int
+    alignment: int
+    data_offset: int
+    metadata: Metadata
+    tensors: TensorTable
+    transfer: Transfer
+
+
+def read_header(file: File, index: int = 0) -> Header:
+    """Reads and checks the header of a file, the `index`th of its model.
+
+    Raises FormatError or one of its kinds; ReadError when reading fails.
+    """
+    transfer = Transfer()
+    scan, memory = _scan(file, transfer)
+    header = np.asarray(memory)
+    header.flags.writeable = False
+    path = file.path
+    values = Metadata(path, np.frombuffer(scan.keys(), metadata.RECORD), header)
+    alignment = _alignment(path, values)
+    data_offset = align_up(scan.end, alignment)
+    records = np.frombuffer(scan.tensors(), tensors.RECORD)
+    table = TensorTable(path, records, header.data, data_offset, index)
+    if len(table):
+        check_layout(
+            path,
+            records,
+            list(table),
+            alignment=alignment,
+            data_offset=data_offset,
+            file_size=file.size,
+        )
+    return Header(scan.version, alignment, data_offset, values, table, transfer)
+
+
+def _scan(file: File, transfer: Transfer) -> tuple[Scan, Memory]:
+    """Reads ever more of the file, twice as much each time, until the header is complete."""
+    scan = Scan(file.size)
+    memory = _read(file, min(FIRST_READ, file.size), None, 0, transfer)
+    have = min(FIRST_READ, file.size)
+    while True:
+        try:
+            result = scan.run(memory, have, TYPE_TABLE)
+        except NativeError:
+            raise DeviceMemoryError(
+                f"{file.path}: no memory for the tables of the header"
+            ) from None
+        if isinstance(result, Problem):
+            raise explain(file.path, result, np.asarray(memory).data[:have])
+        if result == 0:
+            return scan, memory
+        wanted = min(max(2 * have, align_up(result, FIRST_READ)), file.size)
+        if result > LARGEST_HEADER:
+            raise UnsupportedFormatError(
+                f"{file.path}: the header passes {LARGEST_HEADER} bytes; no model needs that",
+                path=file.path,
+                offset=scan.end,
+            )
+        memory = _read(file, wanted, memory, have, transfer)
+        have = wanted
+
+
+def _read(file: File, length: int, old: Memory | None, have: int, transfer: Transfer) -> Memory:
+    """The first `length` bytes of the file in new memory; `have` of them are in `old`."""
+    room = align_up(max(length, 1), FIRST_READ)
+    memory = allocate_arena(room)
+    if old is not None:
+        np.asarray(memory)[:have] = np.asarray(old)[:have]
+    file.pread_to(memory.address + have, room - have, length - have, have, transfer)
+    return memory
+
+
+def _alignment(path: str, values: Metadata) -> int:
+    """general.alignment, which has to be a u32 and a power of two (GGUF specification)."""
+    key = "general.alignment"
+    if key not in values:
+        return int(GGUF_DEFAULT_ALIGNMENT)
+    kind, value = values.value_type(key), values[key]
+    if kind != GGUFValueType.UINT32 or value == 0 or value & (value - 1):
+        shown = value if isinstance(value, (int, float, str)) else repr(value)
+        raise FormatError(
+            f"{path}: {key} is {shown!r} of type {kind.name}; it must be a power of two of type "
+            "UINT32",
+            path=path,
+            offset=values.offset(key),
+            field=key,
+        )
+    return int(value)

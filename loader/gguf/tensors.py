@@ -1,0 +1,195 @@
+"""What a header says of its tensors, and whether that can be true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.errors import FormatError, TensorLayoutError, TruncatedFileError
+from loader.gguf.types import GGMLType, ggml_type
+
+# struct ld_gguf_tensor
+RECORD = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("name_offset", "<u8"),
+        ("name_length", "<u8"),
+        ("dims", "<u8", (8,)),
+        ("data_offset", "<u8"),
+        ("nbytes", "<u8"),
+        ("n_dims", "<u4"),
+        ("type", "<u4"),
+        ("known", "<u4"),
+        ("empty", "<u4"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor as the header describes it.
+
+    shape: logical, in numpy's order (ggml's reversed); nbytes: bytes of its
+    data, None when the type is unknown; offset: of the data in its file, in
+    bytes; file: index into `model.files`.
+    """
+
+    name: str
+    ggml_type: GGMLType
+    shape: tuple[int, ...]
+    nbytes: int | None
+    offset: int
+    file: int
+
+
+class TensorTable(Mapping[str, TensorInfo]):
+    """The tensors of one file by name, in file order; infos are made when they are asked for.
+
+    Raises FormatError when a name comes twice.
+    """
+
+    def __init__(
+        self, path: str, records: npt.NDArray[Any], header: memoryview, data_offset: int, file: int
+    ) -> None:
+        self._records = records
+        self._data_offset = data_offset
+        self._file = file
+        self._infos: dict[str, TensorInfo] = {}
+        starts = records["name_offset"].tolist()
+        ends = (records["name_offset"] + records["name_length"]).tolist()
+        names = [
+            str(header[start:end], "utf-8", "surrogateescape")
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        self._indices = {name: index for index, name in enumerate(names)}
+        if len(self._indices) != len(names):
+            seen: set[str] = set()
+            for index, name in enumerate(names):
+                if name in seen:
+                    raise FormatError(
+                        f"{path}: the tensor {name!r} is in the file twice",
+                        path=path,
+                        offset=int(records["offset"][index]),
+                        field=name,
+                    )
+                seen.add(name)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        info = self._infos.get(name)
+        if info is None:
+            info = self._infos[name] = self._make(name, self._records[self._indices[name]])
+        return info
+
+    def _make(self, name: str, record: Any) -> TensorInfo:
+        dims = record["dims"].tolist()[: int(record["n_dims"])]
+        return TensorInfo(
+            name=name,
+            ggml_type=ggml_type(int(record["type"])),
+            shape=tuple(reversed(dims)),
+            nbytes=int(record["nbytes"]) if record["known"] else None,
+            offset=self._data_offset + int(record["data_offset"]),
+            file=self._file,
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._indices
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors>"
+
+
+def check_layout(
+    path: str,
+    records: npt.NDArray[Any],
+    names: list[str],
+    *,
+    alignment: int,
+    data_offset: int,
+    file_size: int,
+) -> None:
+    """Holds the places of the tensors against the file and against each other.
+
+    Each is aligned, inside the file, and overlaps no other. Gaps, any order, and
+    missing padding at the end are fine. A tensor of unknown type counts as one
+    byte long, an empty one as nothing. Raises TensorLayoutError, or
+    TruncatedFileError for data past the end of the file.
+    """
+    offsets, nbytes = records["data_offset"], records["nbytes"]
+    if (odd := np.flatnonzero(offsets % np.uint64(alignment))).size:
+        index = int(odd[0])
+        raise TensorLayoutError(
+            f"{path}: tensor {names[index]!r} begins at {offsets[index]} of the data section, "
+            f"which is no multiple of the alignment {alignment}",
+            path=path,
+            offset=int(records["offset"][index]),
+            field=names[index],
+        )
+    lengths = np.where(records["known"] == 0, np.uint64(1), nbytes)
+    lengths[records["empty"] != 0] = 0
+    _check_end(path, records, names, lengths, data_offset, file_size)
+    _check_overlaps(path, records, names, lengths, data_offset)
+
+
+def _check_end(
+    path: str,
+    records: npt.NDArray[Any],
+    names: list[str],
+    lengths: npt.NDArray[np.uint64],
+    data_offset: int,
+    file_size: int,
+) -> None:
+    room = np.uint64(max(file_size - data_offset, 0))
+    offsets = records["data_offset"]
+    # In this order, so that nothing wraps.
+    outside = (offsets > room) | (lengths > room - np.minimum(offsets, room))
+    if not outside.any():
+        return
+    index = int(np.flatnonzero(outside)[0])
+    start = data_offset + int(offsets[index])
+    expected = int(lengths[index])
+    found = min(max(file_size - start, 0), expected)
+    raise TruncatedFileError(
+        f"{path}: tensor {names[index]!r} should have {expected} bytes at offset {start}, but "
+        f"the file, of {file_size} bytes, has only {found} of them; is the download complete?",
+        path=path,
+        offset=start,
+        field=names[index],
+    )
+
+
+def _check_overlaps(
+    path: str,
+    records: npt.NDArray[Any],
+    names: list[str],
+    lengths: npt.NDArray[np.uint64],
+    data_offset: int,
+) -> None:
+    filled = np.flatnonzero(lengths)
+    if filled.size < 2:
+        return
+    order = filled[np.argsort(records["data_offset"][filled], kind="stable")]
+    starts = records["data_offset"][order]
+    ends = np.maximum.accumulate(starts + lengths[order])
+    overlapping = np.flatnonzero(starts[1:] < ends[:-1])
+    if not overlapping.size:
+        return
+    second = int(overlapping[0]) + 1
+    first = int(np.argmax((starts + lengths[order])[:second]))
+    a, b = sorted((int(order[first]), int(order[second])))
+    raise TensorLayoutError(
+        f"{path}: the tensors {names[a]!r} and {names[b]!r} overlap at offset "
+        f"{data_offset + int(starts[second])}",
+        path=path,
+        offset=data_offset + int(starts[second]),
+        field=names[b],
+    )

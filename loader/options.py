@@ -1,0 +1,170 @@
+"""What callers can ask for, checked when it is asked.
+
+An argument beats an environment variable, which beats the default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, TypedDict, get_args
+
+Access: TypeAlias = Literal["direct", "mmap", "buffered"]
+AccessRequest: TypeAlias = Literal["auto", "direct", "mmap", "buffered"] | Sequence[Access]
+MetadataValue: TypeAlias = bool | int | float | str
+Progress: TypeAlias = Callable[[int, int], object]
+# Names, or a predicate that takes a TensorInfo.
+Selection: TypeAlias = Iterable[str] | Callable[..., object]
+
+MODES: tuple[Access, ...] = get_args(Access)
+AUTO: tuple[Access, ...] = ("direct", "mmap", "buffered")
+
+DEFAULT_CHUNK_BYTES = 4 << 20
+LARGEST_CHUNK_BYTES = 1 << 30
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def access_from_flags(use_mmap: bool, use_direct_io: bool) -> tuple[Access, ...]:
+    """The modes, in order of preference, for the two flags that llama.cpp has.
+
+    Direct I/O takes precedence over mmap; a flag that is off takes its mode
+    out; buffered reads are always the last resort.
+    """
+    wanted = {"direct": use_direct_io, "mmap": use_mmap, "buffered": True}
+    return tuple(mode for mode in AUTO if wanted[mode])
+
+
+def parse_access(value: object) -> tuple[Access, ...]:
+    """A request for access as a sequence of modes; "auto" is all of them.
+
+    Raises TypeError for what is neither a mode nor a sequence of modes, and
+    ValueError for an unknown, doubled or missing mode.
+    """
+    if value == "auto":
+        return AUTO
+    if isinstance(value, (str, bytes)):
+        value = [value]
+    if not isinstance(value, Iterable):
+        raise TypeError(f"access must be a mode or a sequence of modes, not {value!r}")
+    modes: list[Access] = []
+    for item in value:
+        mode = next((known for known in MODES if known == item), None)
+        if mode is None:
+            raise ValueError(f"unknown access mode {item!r}; choose from auto, {', '.join(MODES)}")
+        if mode in modes:
+            raise ValueError(f"access mode {mode!r} is given twice")
+        modes.append(mode)
+    if not modes:
+        raise ValueError(f"access names no mode; choose from auto, {', '.join(MODES)}")
+    return tuple(modes)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a text such as "8MiB", "512 KiB" or "4096"; ValueError otherwise."""
+    match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size such as 8MiB or 4096")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _from_environment(name: str, parse: Callable[[str], object], default: object) -> object:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"environment variable {name}: {error}") from None
+
+
+def _parse_access_list(text: str) -> tuple[Access, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    return parse_access(parts[0] if len(parts) == 1 else parts)
+
+
+def resolve_access(access: AccessRequest | None) -> tuple[Access, ...]:
+    """The modes asked for by an argument, GGUF_DIO_ACCESS, or the default "auto"."""
+    if access is not None:
+        return parse_access(access)
+    modes = _from_environment("GGUF_DIO_ACCESS", _parse_access_list, AUTO)
+    return parse_access(modes)
+
+
+def _check_chunk_bytes(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"chunk_bytes must be a number of bytes, not {value!r}")
+    if not 4096 <= value <= LARGEST_CHUNK_BYTES or value & (value - 1):
+        raise ValueError(f"chunk_bytes must be a power of two from 4 KiB to 1 GiB, not {value}")
+    return value
+
+
+def _chunk_from_environment() -> int:
+    default = DEFAULT_CHUNK_BYTES
+    value = _from_environment(
+        "GGUF_DIO_CHUNK", lambda text: _check_chunk_bytes(parse_size(text)), default
+    )
+    return _check_chunk_bytes(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """Options of `loader.open`."""
+
+    access: AccessRequest | None = None
+    metadata_overrides: Mapping[str, MetadataValue] = field(default_factory=dict)
+    modes: tuple[Access, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modes", resolve_access(self.access))
+        if not isinstance(self.metadata_overrides, Mapping):
+            raise TypeError("metadata_overrides must be a mapping from key to value")
+        for key, value in self.metadata_overrides.items():
+            if not isinstance(key, str) or not isinstance(value, (bool, int, float, str)):
+                raise TypeError(f"metadata_overrides: {key!r}: {value!r} is no scalar of a str key")
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The keywords of `model.load`, for type checkers; see LoadOptions."""
+
+    names: Selection | None
+    device: str
+    check_tensors: bool
+    mlock: bool
+    no_alloc: bool
+    progress: Progress | None
+    chunk_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of `model.load`, checked. chunk: bytes of one read."""
+
+    names: Selection | None = None
+    device: str = "cpu"
+    check_tensors: bool = False
+    mlock: bool = False
+    no_alloc: bool = False
+    progress: Progress | None = None
+    chunk_bytes: int | None = None
+    chunk: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.names, (str, bytes)):
+            raise TypeError(f"names must be an iterable of names: write names=[{self.names!r}]")
+        if self.names is not None and not callable(self.names):
+            if not isinstance(self.names, Iterable):
+                raise TypeError(f"names must be an iterable or a predicate, not {self.names!r}")
+            names = tuple(self.names)
+            if wrong := [name for name in names if not isinstance(name, str)]:
+                raise TypeError(f"names must be strings, not {wrong[0]!r}")
+            object.__setattr__(self, "names", names)
+        if not isinstance(self.device, str):
+            raise TypeError(f"device must be a string such as 'cpu', not {self.device!r}")
+        if self.progress is not None and not callable(self.progress):
+            raise TypeError(f"progress must be callable, not {self.progress!r}")
+        size = self.chunk_bytes
+        chunk = _chunk_from_environment() if size is None else _check_chunk_bytes(size)
+        object.__setattr__(self, "chunk", chunk)

@@ -1,0 +1,74 @@
+"""What a load did: which access each file had and why, how many bytes went
+which way, and how long it took. `to_dict` is what `gguf-dio load --json` prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from loader.options import Access
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """Where and why a load went over from direct to buffered reads."""
+
+    errno: int
+    offset: int  # bytes, in the file
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileReport:
+    """How one file was read. The alignments (bytes) are None when it wasn't read directly."""
+
+    path: str
+    size: int
+    requested: tuple[Access, ...]
+    access: Access
+    reason: str
+    memory_alignment: int | None
+    offset_alignment: int | None
+    fallback: Fallback | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did. Sizes are bytes, times are seconds.
+
+    tensors: how many were loaded; bytes: the sum of their sizes;
+    bytes_direct, bytes_buffered, bytes_mapped: what was moved each way, slack
+    and header included; bytes_bounced: how many of them went through a bounce
+    buffer; memory_bytes: what the weights hold in memory of their own (0 when
+    mapped). method, depth and chunk_bytes are None for mmap.
+    """
+
+    model: str
+    files: tuple[FileReport, ...]
+    tensors: int
+    bytes: int
+    bytes_direct: int
+    bytes_buffered: int
+    bytes_mapped: int
+    bytes_bounced: int
+    open_seconds: float
+    seconds: float
+    method: str | None
+    depth: int | None
+    chunk_bytes: int | None
+    device: str
+    peak_rss_bytes: int
+    memory_bytes: int
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None when nothing was loaded."""
+        return self.bytes / self.seconds if self.bytes and self.seconds > 0 else None
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as an object for JSON."""
+        fields = asdict(self)
+        del fields["memory_bytes"]
+        for file in fields["files"]:
+            file["requested"] = list(file["requested"])
+        fields["files"] = list(fields["files"])
+        fields["bytes_per_second"] = self.bytes_per_second
+        return fields
