@@ -206,7 +206,10 @@ class WritableBuffer:
 
 
 class Problem(NamedTuple):
-    """What a scan found wrong; see struct ld_gguf_problem (number is its index). `code` is its name without prefix."""
+    """What a scan found wrong; see struct ld_gguf_problem.
+
+    code: the name of its code without the prefix; number: its index.
+    """
 
     code: str
     in_tensors: bool

@@ -29,6 +29,7 @@ from loader.errors import (
     frames_released,
 )
 from loader.gguf.checks import check_data
+from loader.gguf.header import Header
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import why_unknown
 from loader.io.access import Decision
@@ -36,8 +37,8 @@ from loader.io.arena import allocate_arena
 from loader.io.file import describe_errno
 from loader.io.mapping import map_file, prefetch
 from loader.io.ranges import Extent, chunks, lay_out, place
-from loader.io.source import Source
-from loader.options import LoadOptions, Progress, Selection
+from loader.io.source import Source, decide
+from loader.options import Access, LoadOptions, Progress, Selection
 from loader.report import Fallback, FileReport, LoadReport
 from loader.tensor import Tensor, Weights
 
@@ -50,13 +51,53 @@ _LARGEST_MODULUS = 2 << 20  # the alignment of an arena
 _PROGRESS_SECONDS = 0.05
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelFile:
+    """A file of a model; sizes, offsets and alignments are bytes.
+
+    requested, access, reason: which modes were asked for, which one was taken,
+    and why; memory_alignment, offset_alignment: what direct reads need, None
+    when the file isn't read directly; version: of the GGUF format;
+    tensor_alignment: what the offsets of tensors are multiples of
+    (general.alignment); data_offset: where the tensor data begins.
+    """
+
+    path: str
+    size: int
+    requested: tuple[Access, ...]
+    access: Access
+    reason: str
+    memory_alignment: int | None
+    offset_alignment: int | None
+    version: int
+    tensor_alignment: int
+    data_offset: int
+
+
 @dataclass(frozen=True)
 class OpenFile:
-    """What a load needs to know of one file of the model."""
+    """One file of an open model."""
 
     source: Source
-    alignment: int  # general.alignment
-    header: Transfer
+    header: Header
+
+    def describe(self) -> ModelFile:
+        """The file for users."""
+        file, decision, header = self.source.file, self.source.decision, self.header
+        memory_alignment, offset_alignment = file.alignments
+        direct = decision.access == "direct"
+        return ModelFile(
+            path=file.path,
+            size=file.size,
+            requested=decision.requested,
+            access=decision.access,
+            reason=decision.reason,
+            memory_alignment=memory_alignment if direct else None,
+            offset_alignment=offset_alignment if direct else None,
+            version=header.version,
+            tensor_alignment=header.alignment,
+            data_offset=header.data_offset,
+        )
 
 
 @dataclass(frozen=True)
@@ -186,11 +227,12 @@ def _plan(model: OpenModel, wanted: Sequence[TensorInfo]) -> tuple[list[_Part], 
     """One part per file, and the bytes of the arena that the owned ones share."""
     parts, end = [], 0
     for index, file in enumerate(model.files):
-        source, decision = file.source, file.source.decision
+        source = _still_possible(file.source)
+        decision = source.decision
         memory_alignment, offset_alignment = 1, 1
         if decision.access == "direct":
             memory_alignment, offset_alignment = source.file.alignments
-        modulus = max(memory_alignment, offset_alignment, file.alignment, _LEAST_MODULUS)
+        modulus = max(memory_alignment, offset_alignment, file.header.alignment, _LEAST_MODULUS)
         tensors = [info for info in wanted if info.file == index]
         layout = lay_out(
             ((info.offset, info.nbytes or 0) for info in tensors),
@@ -215,6 +257,15 @@ def _plan(model: OpenModel, wanted: Sequence[TensorInfo]) -> tuple[list[_Part], 
             )
         )
     return parts, end
+
+
+def _still_possible(source: Source) -> Source:
+    """The file as it can be read now: an earlier load may have found that it can't be read
+    directly after all. A demand is left as it is, and fails with the read's own error."""
+    decision = source.decision
+    if decision.access != "direct" or source.file.direct_for_loads or len(decision.requested) == 1:
+        return source
+    return decide(source.file, decision.requested)
 
 
 def _fit_into_memory(model: OpenModel, parts: Sequence[_Part], needed: int) -> int:
@@ -272,9 +323,8 @@ def _read_extent(
             # Whole blocks may be written up to the end of the extent's room, and
             # no further than this chunk when there is another one.
             room = extent.room - into if start + length == extent.end else length
-            file.pread_to(
-                arena.address + extent.position + into, room, length, start, part.transfer
-            )
+            address = arena.address + extent.position + into
+            file.pread_to(address, room, length, start, part.transfer, slice_bytes=chunk_bytes)
         ticker.advance(length)
 
 
@@ -340,7 +390,7 @@ def _report(
     arena_size: int,
 ) -> LoadReport:
     moved = not options.no_alloc
-    transfers = [part.transfer for part in parts] + [part.file.header for part in parts]
+    transfers = [part.transfer for part in parts] + [part.file.header.transfer for part in parts]
     reads = any(part.mapping is None for part in parts)
     return LoadReport(
         model=model.name,
@@ -363,7 +413,7 @@ def _report(
 
 
 def _file_report(part: _Part) -> FileReport:
-    file, transfer = part.file.source.describe(), part.transfer
+    file, transfer = part.file.describe(), part.transfer
     direct = part.decision.access == "direct"
     fallback = None
     if transfer.fallback_errno:

@@ -15,8 +15,8 @@ from loader.gguf.header import Header, read_header
 from loader.gguf.metadata import Metadata
 from loader.gguf.tensors import TensorInfo
 from loader.io.file import File
-from loader.io.source import ModelFile, decide
-from loader.loading import OpenFile, OpenModel, load as execute
+from loader.io.source import decide
+from loader.loading import ModelFile, OpenFile, OpenModel, load as execute
 from loader.options import AccessRequest, LoadKeywords, LoadOptions, MetadataValue, OpenOptions
 from loader.tensor import Weights
 
@@ -44,7 +44,7 @@ class Model:
             header, opened = _open(_single_path(path), options)
         self.metadata = header.metadata
         self.tensors = header.tensors
-        self.files = tuple(file.source.describe() for file in opened.files)
+        self.files = tuple(file.describe() for file in opened.files)
         self._open: OpenModel | None = opened
 
     def load(self, **options: Unpack[LoadKeywords]) -> Weights:
@@ -91,7 +91,7 @@ def _open(path: PathLike, options: OpenOptions) -> tuple[Header, OpenModel]:
     header = read_header(file)
     _refuse_shard(file.path, header)
     header.metadata.override(options.metadata_overrides)
-    opened = OpenFile(decide(file, options.modes), header.alignment, header.transfer)
+    opened = OpenFile(decide(file, options.modes), header)
     seconds = time.perf_counter() - started
     return header, OpenModel(file.path, (opened,), header.tensors, seconds)
 
@@ -99,12 +99,11 @@ def _open(path: PathLike, options: OpenOptions) -> tuple[Header, OpenModel]:
 def _single_path(path: PathLike | Sequence[PathLike]) -> PathLike:
     if isinstance(path, (str, bytes, os.PathLike)):
         return path
-    if not isinstance(path, Sequence):
-        raise TypeError(f"a model is a path or a sequence of paths, not {path!r}")
+    if not isinstance(path, (list, tuple)):
+        raise TypeError(f"a model is a path or a list of paths, not {path!r}")
     if len(path) != 1:
         raise ShardError(f"{len(path)} paths were given; this version opens models of one file")
-    only: PathLike = path[0]
-    return only
+    return _single_path(path[0])
 
 
 def _refuse_shard(path: str, header: Header) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypedDict, get_args
+from typing import Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 Access: TypeAlias = Literal["direct", "mmap", "buffered"]
 AccessRequest: TypeAlias = Literal["auto", "direct", "mmap", "buffered"] | Sequence[Access]
@@ -17,6 +17,8 @@ MetadataValue: TypeAlias = bool | int | float | str
 Progress: TypeAlias = Callable[[int, int], object]
 # Names, or a predicate that takes a TensorInfo.
 Selection: TypeAlias = Iterable[str] | Callable[..., object]
+
+_T = TypeVar("_T")
 
 MODES: tuple[Access, ...] = get_args(Access)
 AUTO: tuple[Access, ...] = ("direct", "mmap", "buffered")
@@ -70,14 +72,14 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def _from_environment(name: str, parse: Callable[[str], object], default: object) -> object:
+def _from_environment(name: str, parse: Callable[[str], _T], default: _T) -> _T:
     text = os.environ.get(name)
     if text is None:
         return default
     try:
         return parse(text)
     except ValueError as error:
-        raise ValueError(f"environment variable {name}: {error}") from None
+        raise SettingError(f"environment variable {name}: {error}") from None
 
 
 def _parse_access_list(text: str) -> tuple[Access, ...]:
@@ -89,8 +91,7 @@ def resolve_access(access: AccessRequest | None) -> tuple[Access, ...]:
     """The modes asked for by an argument, GGUF_DIO_ACCESS, or the default "auto"."""
     if access is not None:
         return parse_access(access)
-    modes = _from_environment("GGUF_DIO_ACCESS", _parse_access_list, AUTO)
-    return parse_access(modes)
+    return _from_environment("GGUF_DIO_ACCESS", _parse_access_list, AUTO)
 
 
 def _check_chunk_bytes(value: object) -> int:
@@ -101,12 +102,13 @@ def _check_chunk_bytes(value: object) -> int:
     return value
 
 
-def _chunk_from_environment() -> int:
-    default = DEFAULT_CHUNK_BYTES
-    value = _from_environment(
-        "GGUF_DIO_CHUNK", lambda text: _check_chunk_bytes(parse_size(text)), default
+def resolve_chunk_bytes(value: int | None) -> int:
+    """The size of one read asked for by an argument, GGUF_DIO_CHUNK, or the default."""
+    if value is not None:
+        return _check_chunk_bytes(value)
+    return _from_environment(
+        "GGUF_DIO_CHUNK", lambda text: _check_chunk_bytes(parse_size(text)), DEFAULT_CHUNK_BYTES
     )
-    return _check_chunk_bytes(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,10 @@ class OpenOptions:
         for key, value in self.metadata_overrides.items():
             if not isinstance(key, str) or not isinstance(value, (bool, int, float, str)):
                 raise TypeError(f"metadata_overrides: {key!r}: {value!r} is no scalar of a str key")
+
+
+class SettingError(ValueError):
+    """An environment variable holds what can't be understood."""
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -165,6 +171,4 @@ class LoadOptions:
             raise TypeError(f"device must be a string such as 'cpu', not {self.device!r}")
         if self.progress is not None and not callable(self.progress):
             raise TypeError(f"progress must be callable, not {self.progress!r}")
-        size = self.chunk_bytes
-        chunk = _chunk_from_environment() if size is None else _check_chunk_bytes(size)
-        object.__setattr__(self, "chunk", chunk)
+        object.__setattr__(self, "chunk", resolve_chunk_bytes(self.chunk_bytes))

@@ -170,18 +170,25 @@ class File:
         return n
 
     def pread_to(
-        self, address: int, room: int, length: int, offset: int, transfer: Transfer
+        self,
+        address: int,
+        room: int,
+        length: int,
+        offset: int,
+        transfer: Transfer,
+        slice_bytes: int = SLICE_BYTES,
     ) -> None:
         """Reads `length` bytes at `offset` to memory that the caller keeps alive.
 
         Up to `room` bytes of it may be written to, so that whole blocks can go
         there; `transfer` counts, and says how long a fallback lasts. The range
-        lies inside the file. ReadError or one of its kinds when it can't be read.
+        lies inside the file. slice_bytes: the most that one call of the core
+        reads. ReadError or one of its kinds when it can't be read.
         """
         native = self._open_native()
         done = 0
         while done < length:
-            n = min(SLICE_BYTES, length - done)
+            n = min(slice_bytes, length - done)
             here = room - done if n == length - done else n
             try:
                 done += native.pread(address + done, here, n, offset + done, transfer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 from loader._ffi import Memory
@@ -16,21 +15,6 @@ from loader.options import Access
 logger = logging.getLogger("loader")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFile:
-    """A file of a model. size and alignments are bytes; the alignments are None
-    when the file isn't read directly. requested, access and reason: which modes
-    were asked for, which one was taken, and why."""
-
-    path: str
-    size: int
-    requested: tuple[Access, ...]
-    access: Access
-    reason: str
-    memory_alignment: int | None
-    offset_alignment: int | None
-
-
 @dataclass(frozen=True)
 class Source:
     """A file of a model and how it is read; mapping: only when it is mapped."""
@@ -38,19 +22,6 @@ class Source:
     file: File
     decision: Decision
     mapping: Memory | None
-
-    def describe(self) -> ModelFile:
-        direct = self.decision.access == "direct"
-        memory_alignment, offset_alignment = self.file.alignments
-        return ModelFile(
-            path=self.file.path,
-            size=self.file.size,
-            requested=self.decision.requested,
-            access=self.decision.access,
-            reason=self.decision.reason,
-            memory_alignment=memory_alignment if direct else None,
-            offset_alignment=offset_alignment if direct else None,
-        )
 
 
 def decide(file: File, requested: tuple[Access, ...]) -> Source:
@@ -89,6 +60,6 @@ def _nothing_left(
         f"{file.path} can't be read directly: {describe_errno(number)}; allow another mode too, "
         'for example access="auto"',
         errno=number,
-        filename=os.fspath(file.path),
+        filename=file.path,
         access="direct",
     )

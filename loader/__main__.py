@@ -1,0 +1,5 @@
+"""`python -m loader` is the same as `gguf-dio`."""
+
+from loader.cli.main import run
+
+run()

@@ -1,0 +1,1 @@
+"""The command `gguf-dio`: one file per subcommand."""

@@ -1,0 +1,153 @@
+"""`gguf-dio inspect`: what a model's header says."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from gguf import GGUFValueType
+
+from loader.cli.parser import Parser
+from loader.cli.text import print_json, print_line, printable, size
+from loader.gguf.metadata import Metadata, StringArray
+from loader.gguf.tensors import TensorInfo
+from loader.gguf.types import type_name
+from loader.model import Model, open_model
+
+# Longer arrays are shown by their length only, unless the metadata is asked for.
+_SHORT_ARRAY = 16
+_SHORT_TEXT = 200
+
+
+def configure(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("--metadata", action="store_true", help="list the metadata, arrays whole")
+    parser.add_argument("--tensors", action="store_true", help="list the tensors")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    with open_model(arguments.model) as model:
+        if arguments.json:
+            print_json(_as_object(model, whole=arguments.metadata))
+            return
+        _print_summary(model)
+        if arguments.metadata:
+            for key in model.metadata:
+                print_line(f"{printable(key)} = {_shown(model.metadata, key)}")
+        if arguments.tensors:
+            _print_tensors(model)
+
+
+def _bytes_by_type(model: Model) -> dict[str, dict[str, int]]:
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for info in model.tensors.values():
+        counts[type_name(info.ggml_type)] += 1
+        sizes[type_name(info.ggml_type)] += info.nbytes or 0
+    return {name: {"tensors": counts[name], "bytes": sizes[name]} for name in sorted(counts)}
+
+
+# --- JSON --------------------------------------------------------------------
+
+
+def _as_object(model: Model, *, whole: bool) -> dict[str, object]:
+    return {
+        "model": model.files[0].path,
+        "files": [asdict(file) for file in model.files],
+        "bytes": sum(info.nbytes or 0 for info in model.tensors.values()),
+        "types": _bytes_by_type(model),
+        "metadata": {key: _value_object(model.metadata, key, whole) for key in model.metadata},
+        "tensors": [_tensor_object(info) for info in model.tensors.values()],
+    }
+
+
+def _tensor_object(info: TensorInfo) -> dict[str, object]:
+    return {
+        "name": info.name,
+        "type": type_name(info.ggml_type),
+        "type_id": int(info.ggml_type),
+        "shape": list(info.shape),
+        "nbytes": info.nbytes,
+        "offset": info.offset,
+        "file": info.file,
+    }
+
+
+def _value_object(metadata: Metadata, key: str, whole: bool) -> dict[str, object]:
+    kind = metadata.value_type(key)
+    if kind != GGUFValueType.ARRAY:
+        return {"type": kind.name, "value": _plain(metadata[key])}
+    values, element = metadata[key], metadata.element_type(key)
+    items: list[Any] = list(values) if isinstance(values, StringArray) else values.tolist()
+    return {
+        "type": kind.name,
+        "element_type": element.name if element is not None else None,
+        "count": len(items),
+        "value": [_plain(item) for item in items] if whole or len(items) <= _SHORT_ARRAY else None,
+    }
+
+
+def _plain(value: Any) -> object:
+    """JSON has no NaN and no infinity: they become strings."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- Text ----------------------------------------------------------------------
+
+
+def _print_summary(model: Model) -> None:
+    total = sum(info.nbytes or 0 for info in model.tensors.values())
+    for file in model.files:
+        print_line(f"{printable(file.path)}: GGUF version {file.version}, {size(file.size)}")
+        print_line(f"  access: {file.access}: {printable(file.reason)}")
+        print_line(
+            f"  tensor data from offset {file.data_offset}, aligned to {file.tensor_alignment} B"
+        )
+    print_line(f"  {len(model.metadata)} metadata keys")
+    for key in ("general.architecture", "general.name"):
+        if key in model.metadata:
+            print_line(f"    {key} = {_shown(model.metadata, key)}")
+    print_line(f"  {len(model.tensors)} tensors, {size(total)}")
+    for name, row in _bytes_by_type(model).items():
+        print_line(f"    {name}: {row['tensors']} tensors, {size(row['bytes'])}")
+
+
+def _shown(metadata: Metadata, key: str) -> str:
+    value = metadata[key]
+    if isinstance(value, str):
+        return printable(value if len(value) <= _SHORT_TEXT else value[:_SHORT_TEXT] + "...")
+    if isinstance(value, (StringArray, np.ndarray)):
+        element = metadata.element_type(key)
+        items = value[: _SHORT_ARRAY // 2]
+        first = ", ".join(
+            repr(item) for item in (items if isinstance(items, list) else items.tolist())
+        )
+        more = ", ..." if len(value) > _SHORT_ARRAY // 2 else ""
+        kind = element.name if element is not None else ""
+        return printable(f"{len(value)} x {kind}: [{first}{more}]")
+    return printable(repr(value))
+
+
+def _print_tensors(model: Model) -> None:
+    rows = [
+        (
+            str(info.offset),
+            "?" if info.nbytes is None else str(info.nbytes),
+            type_name(info.ggml_type),
+            "x".join(map(str, info.shape)) or "scalar",
+            printable(info.name),
+        )
+        for info in model.tensors.values()
+    ]
+    rows.insert(0, ("offset", "bytes", "type", "shape", "name"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for offset, nbytes, kind, shape, name in rows:
+        print_line(
+            f"{offset:>{widths[0]}}  {nbytes:>{widths[1]}}  {kind:<{widths[2]}}  "
+            f"{shape:<{widths[3]}}  {name}"
+        )
