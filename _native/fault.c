@@ -88,6 +88,11 @@ static ssize_t fault_pread(int fd, void *buffer, size_t length, off_t offset)
     return short_read(ld_sys_real.pread, fd, buffer, length, offset, limit);
 }
 
+static int fault_dup(int fd)
+{
+    return admit(LD_CALL_DUP, NULL) ? ld_sys_real.dup(fd) : -1;
+}
+
 static FILE *fault_fdopen(int fd)
 {
     return admit(LD_CALL_FDOPEN, NULL) ? ld_sys_real.fdopen(fd) : NULL;
@@ -136,6 +141,7 @@ static const struct ld_sys_table faulty = {
     .set_flags = fault_set_flags,
     .pread_direct = fault_pread_direct,
     .pread = fault_pread,
+    .dup = fault_dup,
     .fdopen = fault_fdopen,
     .fseek = fault_fseek,
     .fread = fault_fread,

@@ -18,6 +18,7 @@ enum ld_call {
     LD_CALL_FCNTL,
     LD_CALL_PREAD_DIRECT,
     LD_CALL_PREAD,
+    LD_CALL_DUP,
     LD_CALL_FDOPEN,
     LD_CALL_FSEEK,
     LD_CALL_FREAD,

@@ -28,6 +28,7 @@ struct ld_sys_table {
     int (*set_flags)(int fd, int flags); /* fcntl F_SETFL */
     ssize_t (*pread_direct)(int fd, void *buffer, size_t length, off_t offset);
     ssize_t (*pread)(int fd, void *buffer, size_t length, off_t offset);
+    int (*dup)(int fd); /* close-on-exec */
     FILE *(*fdopen)(int fd);
     int (*fseek)(FILE *stream, off_t offset);
     size_t (*fread)(void *buffer, size_t length, FILE *stream);

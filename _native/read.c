@@ -79,23 +79,16 @@ static ssize_t direct_read(struct span *span, void *buffer, uint64_t length, uin
     return got;
 }
 
-/* A descriptor for the stream alone. Without /proc it shares its position with
- * the buffered descriptor, which is no harm: pread has none. */
-static int stream_fd(struct ld_file *file)
-{
-    int source = atomic_load(&file->buffered_fd);
-    int fd = ld_reopen(source >= 0 ? source : file->direct_fd, 0);
-    if (fd != -ENOENT || source < 0)
-        return fd;
-    fd = dup(source);
-    return fd < 0 ? -errno : fd;
-}
-
+/* The stream of the cursor's buffered reads. It shares its position with the
+ * buffered descriptor, which is no harm: pread has none. */
 static int open_stream(struct ld_file *file)
 {
-    int fd = stream_fd(file);
+    int source = ld_file_buffered_fd(file);
+    if (source < 0)
+        return source;
+    int fd = ld_sys()->dup(source);
     if (fd < 0)
-        return fd;
+        return -errno;
     file->stream = ld_sys()->fdopen(fd);
     if (file->stream == NULL) {
         int error = -errno;

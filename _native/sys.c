@@ -32,6 +32,11 @@ static ssize_t sys_pread(int fd, void *buffer, size_t length, off_t offset)
     return pread(fd, buffer, length, offset);
 }
 
+static int sys_dup(int fd)
+{
+    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+}
+
 static FILE *sys_fdopen(int fd)
 {
     return fdopen(fd, "rb");
@@ -59,6 +64,7 @@ const struct ld_sys_table ld_sys_real = {
     .set_flags = sys_set_flags,
     .pread_direct = sys_pread,
     .pread = sys_pread,
+    .dup = sys_dup,
     .fdopen = sys_fdopen,
     .fseek = sys_fseek,
     .fread = sys_fread,

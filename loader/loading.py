@@ -26,7 +26,6 @@ from loader.errors import (
     MappingError,
     ReadError,
     UnsupportedFormatError,
-    frames_released,
 )
 from loader.gguf.checks import check_data
 from loader.gguf.header import Header
@@ -161,12 +160,7 @@ class _Ticker:
 
 
 def load(model: OpenModel, options: LoadOptions) -> Weights:
-    """Loads the chosen tensors of an open model. One that fails leaves nothing behind."""
-    with frames_released():
-        return _load(model, options)
-
-
-def _load(model: OpenModel, options: LoadOptions) -> Weights:
+    """Loads the chosen tensors of an open model."""
     started = time.perf_counter()
     if options.device != "cpu":
         raise DeviceUnavailableError(

