@@ -14,8 +14,7 @@ from contextlib import contextmanager
 
 
 def _restore(kind: type[LoaderError], message: str, fields: dict[str, object]) -> LoaderError:
-    error = kind.__new__(kind, message)
-    error.args = (message,)
+    error = kind(message)
     for name, value in fields.items():
         setattr(error, name, value)
     return error

@@ -131,7 +131,11 @@ def test_seek_refuses_what_makes_no_sense(file: File) -> None:
 def test_exact_reads_past_the_end_read_nothing(file: File, data: bytes) -> None:
     buffer = bytearray(b"x" * 100)
     file.seek(len(data) - 50)
-    for read in (lambda: file.readinto(buffer), lambda: file.pread_into(buffer, len(data) - 50)):
+    reads: list[Callable[[], int]] = [
+        lambda: file.readinto(buffer),
+        lambda: file.pread_into(buffer, len(data) - 50),
+    ]
+    for read in reads:
         with pytest.raises(ShortReadError, match="pass the end") as caught:
             read()
         assert (caught.value.offset, caught.value.length) == (len(data) - 50, 100)

@@ -5,13 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import unicodedata
-
-# Unicode categories that are not to reach a terminal: control (escape sequences
-# begin with one), format (among them those that change the direction of text),
-# surrogates (bytes that aren't UTF-8), private use, unassigned, and the
-# separators of lines and paragraphs.
-_UNPRINTABLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 _ESCAPE = re.compile(r"\\(?:\\|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
@@ -20,19 +13,17 @@ def printable(text: str) -> str:
     """One line of harmless text, whatever is in a name or a path.
 
     Every string from a file or a path goes through here on its way to a
-    terminal. Bytes that aren't UTF-8 appear as \\xNN.
+    terminal. What isn't printable (control characters, and with them escape
+    sequences, line ends, marks that turn the direction of text) is escaped as
+    \\xNN or \\uNNNN; a byte that isn't UTF-8 appears as its surrogate, \\udcNN.
     """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_escaped(char) for char in text)
+    return text if text.isprintable() else "".join(map(_escaped, text))
 
 
 def _escaped(char: str) -> str:
-    code = ord(char)
-    if 0xDC80 <= code <= 0xDCFF:  # surrogateescape: a byte
-        return f"\\u{code:04x}"
-    if unicodedata.category(char) not in _UNPRINTABLE:
+    if char.isprintable():
         return char
+    code = ord(char)
     if code < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

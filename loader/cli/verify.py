@@ -148,8 +148,12 @@ def _list_line(name: str, digest: str | None) -> str:
 def _read_list(path: str) -> Digests:
     """A list of `hex  tensor` lines; FormatError, with the line's number, for any other."""
     digests: Digests = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        match = re.fullmatch(r"([0-9a-f]{64}|-{64})  (.+)", line)
+    text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+    lines = text.split("\n")
+    if not lines[-1]:
+        del lines[-1]
+    for number, line in enumerate(lines, 1):
+        match = re.fullmatch(r"([0-9a-f]{64}|-{64})  (.*)", line)
         if match is None:
             raise FormatError(
                 f"{path}: line {number} is not of the form 'sha256  tensor'", path=path
