@@ -88,14 +88,9 @@ static ssize_t fault_pread(int fd, void *buffer, size_t length, off_t offset)
     return short_read(ld_sys_real.pread, fd, buffer, length, offset, limit);
 }
 
-static int fault_dup(int fd)
+static FILE *fault_fopencookie(void *cookie, cookie_io_functions_t functions)
 {
-    return admit(LD_CALL_DUP, NULL) ? ld_sys_real.dup(fd) : -1;
-}
-
-static FILE *fault_fdopen(int fd)
-{
-    return admit(LD_CALL_FDOPEN, NULL) ? ld_sys_real.fdopen(fd) : NULL;
+    return admit(LD_CALL_FOPENCOOKIE, NULL) ? ld_sys_real.fopencookie(cookie, functions) : NULL;
 }
 
 static int fault_fseek(FILE *stream, off_t offset)
@@ -141,8 +136,7 @@ static const struct ld_sys_table faulty = {
     .set_flags = fault_set_flags,
     .pread_direct = fault_pread_direct,
     .pread = fault_pread,
-    .dup = fault_dup,
-    .fdopen = fault_fdopen,
+    .fopencookie = fault_fopencookie,
     .fseek = fault_fseek,
     .fread = fault_fread,
     .mmap = fault_mmap,

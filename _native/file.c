@@ -27,7 +27,7 @@ enum {
     SMALLEST_BLOCK = 512,
     LARGEST_BLOCK = 1 << 20,
     USUAL_BLOCK = 4096,
-    MOST_AGAIN = 100 /* so many times EAGAIN, a millisecond apart, before it is an error */
+    MOST_AGAIN = 100 /* so often a call is tried again, EAGAIN a millisecond apart */
 };
 
 int ld_reopen(int fd, int flags)
@@ -87,10 +87,9 @@ static int probe(const struct ld_file *file, int fd)
     if (buffer == NULL)
         return -ENOMEM;
     uint64_t offset = file->size > block ? block : 0;
-    ssize_t got;
-    do {
+    ssize_t got = -EINTR;
+    for (int again = 0; got == -EINTR && again <= MOST_AGAIN; again++)
         got = ld_pread_retrying(true, fd, buffer + memory, block, offset);
-    } while (got == -EINTR);
     free(buffer);
     return got < 0 ? (int)got : 0;
 }
@@ -207,8 +206,14 @@ int ld_file_buffered_fd(struct ld_file *file)
     if (fd >= 0)
         return fd;
     int opened = ld_reopen(file->direct_fd, 0);
-    if (opened < 0)
-        return opened;
+    if (opened < 0) {
+        /* No descriptor left, no /proc, no permission any more: the direct
+         * descriptor becomes a buffered one, for all users of the file. */
+        if (ld_sys()->set_flags(file->direct_fd, O_RDONLY) != 0)
+            return opened;
+        atomic_store(&file->direct_errno, -opened);
+        return file->direct_fd;
+    }
     fd = -1;
     if (atomic_compare_exchange_strong(&file->buffered_fd, &fd, opened))
         return opened;
@@ -216,9 +221,19 @@ int ld_file_buffered_fd(struct ld_file *file)
     return fd;
 }
 
+int ld_file_check_size(ld_file *file)
+{
+    int fd = file->direct_fd >= 0 ? file->direct_fd : ld_file_buffered_fd(file);
+    struct stat status;
+    if (fd < 0 || ld_sys()->fstat(fd, &status) != 0)
+        return fd < 0 ? fd : -errno;
+    return (uint64_t)status.st_size < file->size ? -ENODATA : 0;
+}
+
 void ld_file_info(const ld_file *file, struct ld_file_info *out)
 {
     int direct_errno = atomic_load(&file->direct_errno);
+    int cursor_errno = atomic_load(&file->cursor_errno);
     bool possible = file->direct_fd >= 0 && direct_errno == 0;
     *out = (struct ld_file_info){
         .size = file->size,
@@ -226,8 +241,8 @@ void ld_file_info(const ld_file *file, struct ld_file_info *out)
         .inode = file->inode,
         .memory_alignment = file->memory_alignment,
         .offset_alignment = file->offset_alignment,
-        .direct_errno = direct_errno != 0 ? direct_errno : file->cursor.fallback_errno,
-        .has_direct = possible && file->cursor.fallback_errno == 0,
+        .direct_errno = direct_errno != 0 ? direct_errno : cursor_errno,
+        .has_direct = possible && cursor_errno == 0,
         .has_direct_descriptor = possible,
     };
 }

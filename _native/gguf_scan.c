@@ -24,7 +24,8 @@ enum {
     MOST_DIMS = 8,
     TYPE_STRING = 8,
     TYPE_ARRAY = 9,
-    FIRST_TABLE = 64        /* entries of a new table */
+    FIRST_TABLE = 64,       /* entries of a new table */
+    MOST_RECORDS = 1 << 20  /* keys or tensors; a record costs memory many times its bytes */
 };
 
 /* Bytes of a value, by type id; 0: string or array. */
@@ -187,8 +188,9 @@ static int read_key(struct reader *in, struct ld_gguf_key *key)
     return status == 0 ? read_value(in, key) : status;
 }
 
-/* The bytes of a tensor, checked against 2^63 - 1 as ggml does. A dimension of
- * zero makes a tensor empty, but not its other dimensions harmless. */
+/* The bytes of a tensor, checked: as numbers of 8 bytes, the largest there are,
+ * its elements have to stay below 2^63. A dimension of zero makes a tensor
+ * empty, but not its other dimensions harmless. */
 static int measure(struct reader *in, struct ld_gguf_tensor *tensor, uint64_t dims_offset,
                    const struct ld_gguf_type *type)
 {
@@ -197,7 +199,7 @@ static int measure(struct reader *in, struct ld_gguf_tensor *tensor, uint64_t di
         uint64_t dim = tensor->dims[i];
         tensor->empty |= dim == 0;
         if (dim > INT64_MAX || __builtin_mul_overflow(elements, dim != 0 ? dim : 1, &elements) ||
-            elements > INT64_MAX)
+            elements > INT64_MAX / 8)
             return problem(in, LD_GGUF_SIZE_OVERFLOW, dims_offset + 8 * i, dim, 0);
     }
     if (type == NULL)
@@ -247,10 +249,12 @@ static int check_counts(struct reader *in)
 {
     const struct ld_gguf *scan = in->scan;
     uint64_t left = scan->file_size - FIXED_HEADER;
-    if (scan->n_tensors > left / SMALLEST_TENSOR)
-        return problem(in, LD_GGUF_TOO_MANY_TENSORS, 8, scan->n_tensors, left / SMALLEST_TENSOR);
-    if (scan->n_keys > left / SMALLEST_KEY)
-        return problem(in, LD_GGUF_TOO_MANY_KEYS, 16, scan->n_keys, left / SMALLEST_KEY);
+    uint64_t tensors = ld_min(left / SMALLEST_TENSOR, MOST_RECORDS);
+    uint64_t keys = ld_min(left / SMALLEST_KEY, MOST_RECORDS);
+    if (scan->n_tensors > tensors)
+        return problem(in, LD_GGUF_TOO_MANY_TENSORS, 8, scan->n_tensors, tensors);
+    if (scan->n_keys > keys)
+        return problem(in, LD_GGUF_TOO_MANY_KEYS, 16, scan->n_keys, keys);
     return 0;
 }
 

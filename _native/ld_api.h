@@ -18,8 +18,7 @@ enum ld_call {
     LD_CALL_FCNTL,
     LD_CALL_PREAD_DIRECT,
     LD_CALL_PREAD,
-    LD_CALL_DUP,
-    LD_CALL_FDOPEN,
+    LD_CALL_FOPENCOOKIE,
     LD_CALL_FSEEK,
     LD_CALL_FREAD,
     LD_CALL_MMAP,
@@ -71,6 +70,8 @@ struct ld_transfer {
 int ld_file_open(const char *path, int direct, ld_file **out);
 void ld_file_close(ld_file *file);
 void ld_file_info(const ld_file *file, struct ld_file_info *out);
+/* -ENODATA when the file has become shorter than it was at open. */
+int ld_file_check_size(ld_file *file);
 
 /* Positional read of up to `length` bytes at `offset`; at most `room` bytes
  * at `destination` are touched (room >= length), so that a direct read may
@@ -145,7 +146,7 @@ enum ld_gguf_problem_code {
     LD_GGUF_BAD_MAGIC,
     LD_GGUF_BAD_VERSION,      /* value: the version */
     LD_GGUF_TRUNCATED,        /* value: bytes needed; limit: bytes left */
-    LD_GGUF_TOO_MANY_KEYS,    /* value: the count; limit: the most that fit */
+    LD_GGUF_TOO_MANY_KEYS,    /* value: the count; limit: the most that are possible */
     LD_GGUF_TOO_MANY_TENSORS,
     LD_GGUF_EMPTY_KEY,
     LD_GGUF_BAD_TYPE,         /* value: the type of a value or of an array's elements */

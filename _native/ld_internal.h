@@ -28,8 +28,7 @@ struct ld_sys_table {
     int (*set_flags)(int fd, int flags); /* fcntl F_SETFL */
     ssize_t (*pread_direct)(int fd, void *buffer, size_t length, off_t offset);
     ssize_t (*pread)(int fd, void *buffer, size_t length, off_t offset);
-    int (*dup)(int fd); /* close-on-exec */
-    FILE *(*fdopen)(int fd);
+    FILE *(*fopencookie)(void *cookie, cookie_io_functions_t functions); /* for reading */
     int (*fseek)(FILE *stream, off_t offset);
     size_t (*fread)(void *buffer, size_t length, FILE *stream);
     void *(*mmap)(size_t length, int protection, int flags, int fd);
@@ -57,15 +56,17 @@ struct ld_file {
     int direct_fd;           /* -1: none; else open as long as the file */
     _Atomic int buffered_fd; /* -1: not opened yet */
     _Atomic int direct_errno; /* 0 as long as direct reads are possible */
-    /* The cursor. */
+    /* The cursor: for one thread at a time, but for cursor_errno. */
     uint64_t position;
-    FILE *stream;            /* NULL until the first buffered read */
-    uint64_t stream_position;
     struct ld_transfer cursor;
+    _Atomic int cursor_errno; /* its fallback, 0 while there was none */
+    FILE *stream;             /* NULL until the first buffered read */
+    uint64_t stream_position; /* where the next fread reads; UINT64_MAX: unknown */
+    uint64_t cookie_position; /* where the stream's own next read reads */
 };
 
-/* The buffered descriptor, opened from the direct one (the same inode) when it
- * is first needed; -errno. Safe from many threads. */
+/* A descriptor for buffered reads, opened from the direct one (the same inode)
+ * when it is first needed; -errno. Safe from many threads. */
 int ld_file_buffered_fd(struct ld_file *file);
 /* A new open file description of the inode behind `fd`, with `flags`. */
 int ld_reopen(int fd, int flags);

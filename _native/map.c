@@ -31,7 +31,11 @@ int ld_map_prefetch(const ld_memory *map, uint64_t offset, uint64_t length)
      * they worked. A kernel without the latter (EINVAL) leaves them running. */
     if (ld_sys()->madvise(address, pages_length, LD_MADV_WILLNEED) != 0)
         return -errno;
-    if (ld_sys()->madvise(address, pages_length, LD_MADV_POPULATE_READ) != 0 && errno != EINVAL)
-        return -errno;
+    while (ld_sys()->madvise(address, pages_length, LD_MADV_POPULATE_READ) != 0) {
+        if (errno == EINVAL)
+            break;
+        if (errno != EINTR && errno != EAGAIN)
+            return -errno;
+    }
     return 0;
 }

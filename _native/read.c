@@ -79,24 +79,38 @@ static ssize_t direct_read(struct span *span, void *buffer, uint64_t length, uin
     return got;
 }
 
-/* The stream of the cursor's buffered reads. It shares its position with the
- * buffered descriptor, which is no harm: pread has none. */
+/* The stream of the cursor's buffered reads. It keeps its position here and not
+ * in the kernel, where a forked process would share it. */
+static ssize_t cookie_read(void *cookie, char *buffer, size_t length)
+{
+    struct ld_file *file = cookie;
+    int fd = ld_file_buffered_fd(file);
+    ssize_t got = fd < 0 ? fd : ld_pread_retrying(false, fd, buffer, length, file->cookie_position);
+    if (got < 0) {
+        errno = (int)-got;
+        return -1;
+    }
+    file->cookie_position += (uint64_t)got;
+    return got;
+}
+
+static int cookie_seek(void *cookie, off64_t *offset, int whence)
+{
+    struct ld_file *file = cookie;
+    if (whence == SEEK_CUR)
+        *offset += (off64_t)file->cookie_position;
+    else if (whence != SEEK_SET)
+        return -1; /* nothing here seeks from the end */
+    file->cookie_position = (uint64_t)*offset;
+    return 0;
+}
+
 static int open_stream(struct ld_file *file)
 {
-    int source = ld_file_buffered_fd(file);
-    if (source < 0)
-        return source;
-    int fd = ld_sys()->dup(source);
-    if (fd < 0)
-        return -errno;
-    file->stream = ld_sys()->fdopen(fd);
-    if (file->stream == NULL) {
-        int error = -errno;
-        close(fd);
-        return error;
-    }
-    file->stream_position = UINT64_MAX; /* unknown */
-    return 0;
+    cookie_io_functions_t functions = {.read = cookie_read, .seek = cookie_seek};
+    file->stream = ld_sys()->fopencookie(file, functions);
+    file->stream_position = UINT64_MAX;
+    return file->stream == NULL ? -errno : 0;
 }
 
 /* One fread at `offset`; a count or -errno. */
@@ -206,9 +220,10 @@ static int step_bounced(struct span *span)
         /* Not even the block that holds our byte. At the end of the file it is
          * gone; else the file system gives odd pieces that we could get for
          * ever, and one buffered read brings us past this block. */
-        return start + (uint64_t)got >= span->file->size || got == 0
-                   ? -ENODATA
-                   : step_buffered(span, block - head);
+        error = got == 0 ? -ENODATA : ld_file_check_size(span->file);
+        if (error != 0)
+            return error;
+        return span->transfer->direct_required ? -EOPNOTSUPP : step_buffered(span, block - head);
     }
     uint64_t wanted = ld_min((uint64_t)got - head, remaining(span));
     memcpy(span->destination + span->done, span->bounce + head, wanted);
@@ -217,15 +232,25 @@ static int step_bounced(struct span *span)
     return 0;
 }
 
+/* One more step while direct reads are off. If another user of the file found
+ * that out, this one has a fallback all the same. */
+static int step_without_direct(struct span *span)
+{
+    struct ld_transfer *transfer = span->transfer;
+    int known = atomic_load(&span->file->direct_errno);
+    if (transfer->direct_required)
+        return known != 0 ? -known : -EOPNOTSUPP;
+    if (span->file->direct_fd >= 0 && !transfer->buffered_only && transfer->fallback_errno == 0) {
+        transfer->fallback_errno = known;
+        transfer->fallback_offset = at(span);
+    }
+    return step_buffered(span, UINT64_MAX);
+}
+
 static int step(struct span *span)
 {
-    if (!direct_is_on(span)) {
-        if (span->transfer->direct_required) {
-            int known = atomic_load(&span->file->direct_errno);
-            return known != 0 ? -known : -EOPNOTSUPP;
-        }
-        return step_buffered(span, UINT64_MAX);
-    }
+    if (!direct_is_on(span))
+        return step_without_direct(span);
     uint64_t n = straight_length(span);
     return n != 0 ? step_straight(span, n) : step_bounced(span);
 }
@@ -276,6 +301,7 @@ int64_t ld_file_read(ld_file *file, void *destination, uint64_t length)
         .cursor = true,
     };
     int64_t got = run(&span);
+    atomic_store(&file->cursor_errno, file->cursor.fallback_errno);
     if (got > 0)
         file->position += (uint64_t)got;
     return got;

@@ -32,14 +32,9 @@ static ssize_t sys_pread(int fd, void *buffer, size_t length, off_t offset)
     return pread(fd, buffer, length, offset);
 }
 
-static int sys_dup(int fd)
+static FILE *sys_fopencookie(void *cookie, cookie_io_functions_t functions)
 {
-    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
-}
-
-static FILE *sys_fdopen(int fd)
-{
-    return fdopen(fd, "rb");
+    return fopencookie(cookie, "rb", functions);
 }
 
 static int sys_fseek(FILE *stream, off_t offset)
@@ -64,8 +59,7 @@ const struct ld_sys_table ld_sys_real = {
     .set_flags = sys_set_flags,
     .pread_direct = sys_pread,
     .pread = sys_pread,
-    .dup = sys_dup,
-    .fdopen = sys_fdopen,
+    .fopencookie = sys_fopencookie,
     .fseek = sys_fseek,
     .fread = sys_fread,
     .mmap = sys_mmap,

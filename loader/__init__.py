@@ -32,7 +32,7 @@ from loader.errors import (
 from loader.gguf.metadata import Metadata, StringArray
 from loader.gguf.tensors import TensorInfo
 from loader.loading import ModelFile
-from loader.model import Model, load_model as load, open_model as open  # noqa: A004 - the contract: loader.open
+from loader.model import Model, load, open  # noqa: A004 - the contract: loader.open
 from loader.options import access_from_flags
 from loader.report import Fallback, FileReport, LoadReport
 from loader.tensor import Tensor, Weights

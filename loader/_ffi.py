@@ -70,6 +70,11 @@ class Transfer:
         return bool(self._struct.direct_required)
 
     @property
+    def wants_direct(self) -> bool:
+        """Whether its reads are direct as far as it is concerned."""
+        return not (self._struct.buffered_only or self._struct.fallback_errno)
+
+    @property
     def bytes_direct(self) -> int:
         return int(self._struct.bytes_direct)
 
@@ -139,6 +144,10 @@ class NativeFile:
         transfer = Transfer()
         lib.ld_file_cursor(self._file, transfer._struct)
         return transfer
+
+    def check_size(self) -> None:
+        """NativeError with ENODATA when the file has become shorter than it was."""
+        _checked(lib.ld_file_check_size(self._file))
 
     def map(self) -> Memory:
         """A read-only mapping of the whole file."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+_LONGEST_NAME = 200
 
 
 def _restore(kind: type[LoaderError], message: str, fields: dict[str, object]) -> LoaderError:
@@ -107,7 +110,7 @@ class ReadError(LoaderError, OSError):
         """This error, with the tensor that was being read."""
         if name is not None:
             self.tensor = name
-            self.args = (f"{self} (tensor {name!r})",)
+            self.args = (f"{self} (tensor {quoted(name)})",)
             self.strerror = str(self)
         return self
 
@@ -169,6 +172,11 @@ class LoadCancelled(LoaderError):  # noqa: N818 - the contract's name: a wish gr
     """The progress callback ended the load."""
 
 
+def quoted(name: str) -> str:
+    """A name from a file for a message: quoted, on one line, and not too long."""
+    return repr(name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "...")
+
+
 @contextmanager
 def frames_released() -> Iterator[None]:
     """An error that leaves this block holds no files or memory.
@@ -176,14 +184,25 @@ def frames_released() -> Iterator[None]:
     An exception keeps the local variables of the frames that it passed, for as
     long as somebody keeps the exception: descriptors and mappings of a load that
     failed would stay with it. Put the work into a function of its own that is
-    called inside the block; its frames, and those below, are cleared.
+    called inside the block; its frames, and those below in this package, are
+    cleared.
     """
     before = sys.exc_info()[1]
     try:
         yield
     except BaseException as error:
+        seen: set[int] = set()
         link: BaseException | None = error
-        while link is not None and link is not before:
-            traceback.clear_frames(link.__traceback__)
+        while link is not None and link is not before and id(link) not in seen:
+            seen.add(id(link))
+            for frame, _ in traceback.walk_tb(link.__traceback__):
+                _clear(frame)
             link = link.__context__
         raise
+
+
+def _clear(frame: FrameType) -> None:
+    if frame.f_globals.get("__package__", "").partition(".")[0] != __package__:
+        return
+    with suppress(RuntimeError):  # a frame that is still running keeps its variables
+        frame.clear()

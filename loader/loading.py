@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -26,16 +26,17 @@ from loader.errors import (
     MappingError,
     ReadError,
     UnsupportedFormatError,
+    quoted,
 )
 from loader.gguf.checks import check_data
 from loader.gguf.header import Header
-from loader.gguf.tensors import TensorInfo
+from loader.gguf.tensors import TensorInfo, TensorTable
 from loader.gguf.types import why_unknown
 from loader.io.access import Decision
 from loader.io.arena import allocate_arena
-from loader.io.file import describe_errno
+from loader.io.file import describe_errno, log_fallback
 from loader.io.mapping import map_file, prefetch
-from loader.io.ranges import Extent, chunks, lay_out, place
+from loader.io.ranges import Extent, align_up, chunks, lay_out, place
 from loader.io.source import Source, decide
 from loader.options import Access, LoadOptions, Progress, Selection
 from loader.report import Fallback, FileReport, LoadReport
@@ -48,6 +49,8 @@ logger = logging.getLogger("loader")
 _LEAST_MODULUS = 64
 _LARGEST_MODULUS = 2 << 20  # the alignment of an arena
 _PROGRESS_SECONDS = 0.05
+_LOCK_BYTES = 64 << 20
+_CLOSE, _MOST_ALIKE = 4, 2000  # where near matches of a wrong name are looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,7 @@ class OpenModel:
 
     name: str
     files: tuple[OpenFile, ...]
-    tensors: Mapping[str, TensorInfo]
+    tensors: TensorTable
     open_seconds: float
 
 
@@ -167,7 +170,7 @@ def load(model: OpenModel, options: LoadOptions) -> Weights:
             f"device {options.device!r} is not available; this version loads to 'cpu'"
         )
     wanted = select(model.tensors, options.names)
-    _refuse_unknown(wanted)
+    _refuse_unknown(model, wanted)
     parts, arena_size = _plan(model, wanted)
     if options.no_alloc:
         return Weights({}, _report(model, parts, wanted, options, started, arena_size))
@@ -184,7 +187,7 @@ def load(model: OpenModel, options: LoadOptions) -> Weights:
     return Weights(tensors, _report(model, parts, wanted, options, started, arena_size))
 
 
-def select(tensors: Mapping[str, TensorInfo], names: Selection | None) -> list[TensorInfo]:
+def select(tensors: TensorTable, names: Selection | None) -> list[TensorInfo]:
     """The tensors that `names` chooses, in file order; ValueError for a name that isn't there."""
     if names is None:
         return list(tensors.values())
@@ -193,22 +196,25 @@ def select(tensors: Mapping[str, TensorInfo], names: Selection | None) -> list[T
     chosen = set(names)
     for name in chosen:
         if name not in tensors:
-            close = get_close_matches(name, tensors, n=3)
-            hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise ValueError(f"the model has no tensor {name!r}{hint}")
-    return [info for name, info in tensors.items() if name in chosen]
+            alike = [other for other in tensors if abs(len(other) - len(name)) < _CLOSE]
+            close = get_close_matches(name, alike[:_MOST_ALIKE], n=3)
+            hint = f"; did you mean {', '.join(map(quoted, close))}?" if close else ""
+            raise ValueError(f"the model has no tensor {quoted(name)}{hint}")
+    return [tensors[name] for name in tensors.in_order(chosen)]
 
 
-def _refuse_unknown(wanted: Iterable[TensorInfo]) -> None:
+def _refuse_unknown(model: OpenModel, wanted: Iterable[TensorInfo]) -> None:
     unknown = [info for info in wanted if info.nbytes is None]
     if not unknown:
         return
     info = unknown[0]
     more = f" ({len(unknown)} tensors are like that)" if len(unknown) > 1 else ""
+    path = model.files[info.file].source.file.path
     raise UnsupportedFormatError(
-        f"tensor {info.name!r} has {why_unknown(info.ggml_type)}, so its size isn't known and it "
-        f"can't be loaded{more}; load the others with "
-        "names=lambda info: info.nbytes is not None",
+        f"{path}: tensor {quoted(info.name)} has {why_unknown(info.ggml_type)}, so its size isn't "
+        f"known and it can't be loaded{more}; load the others with names=lambda info: "
+        "info.nbytes is not None (in the command: --tensors)",
+        path=path,
         offset=info.offset,
         field=info.name,
     )
@@ -245,7 +251,7 @@ def _plan(model: OpenModel, wanted: Sequence[TensorInfo]) -> tuple[list[_Part], 
                 layout.extents,
                 source.mapping,
                 Transfer(
-                    direct_required=decision.requested == ("direct",),
+                    direct_required="buffered" not in decision.requested,
                     buffered_only=decision.access != "direct",
                 ),
             )
@@ -276,7 +282,8 @@ def _fit_into_memory(model: OpenModel, parts: Sequence[_Part], needed: int) -> i
             continue
         if "mmap" not in part.decision.requested:
             raise DeviceMemoryError(
-                f"{model.name}: {why}; load fewer tensors with names=, or allow mmap",
+                f"{model.name}: {why}; load fewer tensors (names=, in the command --tensors) or "
+                "allow mmap",
                 needed=needed,
                 available=available,
             )
@@ -296,12 +303,13 @@ def _fit_into_memory(model: OpenModel, parts: Sequence[_Part], needed: int) -> i
 def _read(parts: Sequence[_Part], arena: Memory | None, options: LoadOptions) -> None:
     ticker = _Ticker(options.progress, sum(part.bytes for part in parts))
     for part in parts:
-        for extent in part.extents:
-            try:
+        try:
+            for extent in part.extents:
                 _read_extent(part, extent, arena, ticker, options.chunk)
-            except ReadError as error:
-                raise error.in_tensor(_tensor_at(part.tensors, error.offset)) from None
-        _log_fallback(part)
+        except ReadError as error:
+            raise error.in_tensor(_tensor_at(part.tensors, error.offset)) from None
+        finally:
+            log_fallback(part.file.source.file, part.transfer)
     ticker.finish()
 
 
@@ -309,7 +317,7 @@ def _read_extent(
     part: _Part, extent: Extent, arena: Memory | None, ticker: _Ticker, chunk_bytes: int
 ) -> None:
     file = part.file.source.file
-    for start, length in chunks(extent, chunk_bytes):
+    for start, length in chunks(extent, align_up(chunk_bytes, file.alignments[1])):
         if part.mapping is not None:
             prefetch(file, part.mapping, start, length)
         elif arena is not None:
@@ -318,7 +326,7 @@ def _read_extent(
             # no further than this chunk when there is another one.
             room = extent.room - into if start + length == extent.end else length
             address = arena.address + extent.position + into
-            file.pread_to(address, room, length, start, part.transfer, slice_bytes=chunk_bytes)
+            file.pread_to(address, room, length, start, part.transfer)
         ticker.advance(length)
 
 
@@ -328,16 +336,6 @@ def _tensor_at(tensors: Iterable[TensorInfo], offset: int | None) -> str | None:
         return None
     after = [t for t in tensors if t.nbytes and t.offset + t.nbytes > offset]
     return min(after, key=lambda info: info.offset).name if after else None
-
-
-def _log_fallback(part: _Part) -> None:
-    if part.transfer.fallback_errno:
-        logger.warning(
-            "%s: direct reads stopped being possible at offset %d (%s); the rest is read buffered",
-            part.path,
-            part.transfer.fallback_offset,
-            describe_errno(part.transfer.fallback_errno),
-        )
 
 
 # --- What comes out ----------------------------------------------------------------
@@ -355,15 +353,22 @@ def _views(part: _Part, arena: Memory | None) -> Iterable[tuple[TensorInfo, Tens
         yield info, Tensor(info, whole[start : start + nbytes])
 
 
+def _held(parts: Sequence[_Part], arena: Memory | None) -> Iterator[tuple[Memory, int, int]]:
+    """The memory of a load, as (memory, offset, length)."""
+    if arena is not None:
+        yield arena, 0, arena.nbytes
+    for part in parts:
+        if part.mapping is not None:
+            for extent in part.extents:
+                yield part.mapping, extent.offset, extent.length
+
+
 def _lock(parts: Sequence[_Part], arena: Memory | None) -> None:
     """Locks the weights into memory; a limit in the way is a warning, not an error."""
     try:
-        if arena is not None:
-            arena.lock(0, arena.nbytes)
-        for part in parts:
-            if part.mapping is not None:
-                for extent in part.extents:
-                    part.mapping.lock(extent.offset, extent.length)
+        for memory, offset, length in _held(parts, arena):
+            for start in range(0, length, _LOCK_BYTES):
+                memory.lock(offset + start, min(_LOCK_BYTES, length - start))
     except NativeError as error:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
@@ -410,8 +415,9 @@ def _file_report(part: _Part) -> FileReport:
     file, transfer = part.file.describe(), part.transfer
     direct = part.decision.access == "direct"
     fallback = None
-    if transfer.fallback_errno:
-        fallback = Fallback(errno=transfer.fallback_errno, offset=transfer.fallback_offset)
+    for used in (part.file.header.transfer, transfer):  # that of the load counts more
+        if used.fallback_errno:
+            fallback = Fallback(errno=used.fallback_errno, offset=used.fallback_offset)
     return FileReport(
         path=file.path,
         size=file.size,

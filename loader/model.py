@@ -62,10 +62,13 @@ class Model:
         unknown type, ReadError and its kinds when reading fails, MemoryError
         (DeviceMemoryError) when there is too little memory.
         """
+        return self._load(LoadOptions(**options))
+
+    def _load(self, options: LoadOptions) -> Weights:
         if self._open is None:
             raise ValueError("this model is closed; open it again to load from it")
         with frames_released():
-            return execute(self._open, LoadOptions(**options))
+            return execute(self._open, options)
 
     def close(self) -> None:
         """Closes the files. Tensors that were loaded, metadata and infos stay valid."""
@@ -104,7 +107,10 @@ def _single_path(path: PathLike | Sequence[PathLike]) -> PathLike:
         raise TypeError(f"a model is a path or a list of paths, not {path!r}")
     if len(path) != 1:
         raise ShardError(f"{len(path)} paths were given; this version opens models of one file")
-    return _single_path(path[0])
+    only = path[0]
+    if not isinstance(only, (str, bytes, os.PathLike)):
+        raise TypeError(f"a path is a str, bytes or os.PathLike, not {only!r}")
+    return only
 
 
 def _refuse_shard(path: str, header: Header) -> None:
@@ -119,7 +125,7 @@ def _refuse_shard(path: str, header: Header) -> None:
         )
 
 
-def open_model(
+def open(  # noqa: A001 - the contract: loader.open
     path: PathLike | Sequence[PathLike],
     *,
     access: AccessRequest | None = None,
@@ -140,7 +146,7 @@ def open_model(
     return Model(path, OpenOptions(access=access, metadata_overrides=overrides))
 
 
-def load_model(
+def load(
     path: PathLike | Sequence[PathLike],
     *,
     access: AccessRequest | None = None,
@@ -148,6 +154,6 @@ def load_model(
     **options: Unpack[LoadKeywords],
 ) -> Weights:
     """Opens a model, loads from it and closes it; see `open` and `Model.load` for the options."""
-    LoadOptions(**options)  # refuse wrong options before anything is opened
-    with open_model(path, access=access, metadata_overrides=metadata_overrides) as model:
-        return model.load(**options)
+    load_options = LoadOptions(**options)  # wrong ones are refused before anything is opened
+    with open(path, access=access, metadata_overrides=metadata_overrides) as model:
+        return model._load(load_options)

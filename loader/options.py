@@ -25,6 +25,7 @@ AUTO: tuple[Access, ...] = ("direct", "mmap", "buffered")
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 LARGEST_CHUNK_BYTES = 1 << 30
+CHUNK_UNIT = 4096
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -45,11 +46,9 @@ def parse_access(value: object) -> tuple[Access, ...]:
     Raises TypeError for what is neither a mode nor a sequence of modes, and
     ValueError for an unknown, doubled or missing mode.
     """
-    if value == "auto":
-        return AUTO
     if isinstance(value, (str, bytes)):
-        value = [value]
-    if not isinstance(value, Iterable):
+        value = AUTO if value == "auto" else [value]
+    if not isinstance(value, Sequence):
         raise TypeError(f"access must be a mode or a sequence of modes, not {value!r}")
     modes: list[Access] = []
     for item in value:
@@ -66,7 +65,7 @@ def parse_access(value: object) -> tuple[Access, ...]:
 
 def parse_size(text: str) -> int:
     """Bytes from a text such as "8MiB", "512 KiB" or "4096"; ValueError otherwise."""
-    match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,19})\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size such as 8MiB or 4096")
     return int(match[1]) * _UNITS[match[2].upper()]
@@ -97,8 +96,8 @@ def resolve_access(access: AccessRequest | None) -> tuple[Access, ...]:
 def _check_chunk_bytes(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"chunk_bytes must be a number of bytes, not {value!r}")
-    if not 4096 <= value <= LARGEST_CHUNK_BYTES or value & (value - 1):
-        raise ValueError(f"chunk_bytes must be a power of two from 4 KiB to 1 GiB, not {value}")
+    if not 0 < value <= LARGEST_CHUNK_BYTES or value % CHUNK_UNIT:
+        raise ValueError(f"chunk_bytes must be a multiple of 4096 up to 1 GiB, not {value}")
     return value
 
 
@@ -167,6 +166,9 @@ class LoadOptions:
             if wrong := [name for name in names if not isinstance(name, str)]:
                 raise TypeError(f"names must be strings, not {wrong[0]!r}")
             object.__setattr__(self, "names", names)
+        for option in ("check_tensors", "mlock", "no_alloc"):
+            if not isinstance(getattr(self, option), bool):
+                raise TypeError(f"{option} must be True or False, not {getattr(self, option)!r}")
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a string such as 'cpu', not {self.device!r}")
         if self.progress is not None and not callable(self.progress):

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import UnsupportedFormatError
+from loader.errors import UnsupportedFormatError, quoted
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import PLAIN_DTYPES, array_layout, type_name
 from loader.report import LoadReport
@@ -48,7 +48,8 @@ class Tensor:
         """
         kind, array = self.info.ggml_type, self.numpy()
         if kind == gguf.GGMLQuantizationType.BF16:
-            return (array.astype(np.uint32) << 16).view(np.float32)
+            bits = array.reshape(-1).astype(np.uint32) << 16
+            return bits.view(np.float32).reshape(self.info.shape)
         if int(kind) in PLAIN_DTYPES:
             return array.astype(np.float32)
         if array.size == 0:
@@ -59,8 +60,8 @@ class Tensor:
             )
         except (NotImplementedError, ValueError, KeyError):
             raise UnsupportedFormatError(
-                f"tensor {self.info.name!r}: type {type_name(kind)} can't be dequantized by the "
-                "installed gguf package; its raw blocks are in numpy()",
+                f"tensor {quoted(self.info.name)}: type {type_name(kind)} can't be dequantized by "
+                "the installed gguf package; its raw blocks are in numpy()",
                 field=self.info.name,
             ) from None
         return values.reshape(self.info.shape)

@@ -21,8 +21,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 import loader
+from loader.cli.lists import decode_name, encode_name
 from loader.cli.main import main
-from loader.cli.text import decode_name, encode_name, printable, size
+from loader.cli.text import printable, size
 from tests import build
 from tests.build import T1, T1_DATA, array, fixed, info, key, model, pad, random_bytes, text, write
 
@@ -120,6 +121,7 @@ def test_flags_choose_the_access(
         ({"LLAMA_ARG_DIO": "disabled"}, ["-dio"], "direct"),
         ({"GGUF_DIO_ACCESS": "buffered", "LLAMA_ARG_MMAP": "1"}, [], "buffered"),
         ({"GGUF_DIO_ACCESS": "buffered"}, ["--mmap"], "mmap"),
+        ({"GGUF_DIO_ACCESS": "mmap", "LLAMA_ARG_DIO": "no"}, ["-ndio"], "mmap"),
         ({"GGUF_DIO_ACCESS": "auto"}, [], "direct"),
     ],
 )
@@ -336,11 +338,12 @@ def test_lists_of_hostile_names(run: Run, hostile: Path, tmp_path: Path) -> None
     assert run("verify", hostile, "--check", target).status == 0
 
 
-@given(st.text(st.characters(codec=None)))
-def test_names_in_lists_are_exact(name: str) -> None:
-    shown = encode_name(name)
+@given(st.text(st.characters(codec=None)), st.sampled_from(["utf-8", "ascii", "latin-1"]))
+def test_names_in_lists_are_exact(name: str, encoding: str) -> None:
+    shown = encode_name(name, encoding)
     assert is_harmless(shown)
     assert "\n" not in shown
+    shown.encode(encoding)
     assert decode_name(shown) == name
     assert printable(printable(name)) == printable(name)
 
@@ -453,12 +456,79 @@ def test_verify_wants_a_list(run: Run, path: Path, tmp_path: Path) -> None:
     assert done.status == 1
     assert "line 2" in done.err
     assert run("verify", path, "--check", tmp_path / "missing").status == 1
-    done = run("verify", path, "--check", write(tmp_path / "binary", b"\xff\xfe\x00"))
-    assert done.status == 1
-    assert "binary" in done.err
+    digest = "a" * 64
+    for content, what in (
+        (b"\xff\xfe\x00", "line 1 is not of the form"),
+        (f"{digest}  \\\\U99999999".encode(), "line 1 is wrong escape"),
+        (f"{digest}  a\n{digest}  \\\\z".encode(), "line 2 is wrong escape"),
+        (f"{digest}  a\n{digest}  a".encode(), "line 2 is for a tensor that the list has already"),
+    ):
+        done = run("verify", path, "--check", write(tmp_path / "wrong", content))
+        assert done.status == 1
+        assert f"wrong: {what}" in done.err
+    os.mkfifo(tmp_path / "fifo")
+    assert "a FIFO" in run("verify", path, "--check", tmp_path / "fifo").err
+
+
+def test_verify_takes_lists_of_other_tools(run: Run, path: Path, tmp_path: Path) -> None:
+    lines = [f"{digest.upper()} *{name}\r\n" for name, digest in digests(path).items()]
+    target = write(tmp_path / "list", b"\xef\xbb\xbf" + "".join([*lines, "\n"]).encode())
+    assert run("verify", path, "--check", target).status == 0
+
+
+def test_verify_of_tensors_without_a_digest(run: Run, tmp_path: Path) -> None:
+    infos = info("odd", [8], 99, 0) + info("t", [8], 0, 32)
+    path = write(tmp_path / "m.gguf", pad(fixed(3, 2, 0) + infos) + bytes(32) + T1_DATA)
+    assert run("verify", path, "--write", tmp_path / "list").status == 0
+    done = run("verify", path, "--check", tmp_path / "list", "--against", path)
+    assert done.status == 0
+    assert "'odd'" in done.err
+
+
+def test_verify_of_a_list_in_another_encoding(hostile: Path, tmp_path: Path) -> None:
+    poor = os.environ | {"PYTHONIOENCODING": "ascii"}
+    made = execute("verify", hostile, env=poor)
+    assert made.returncode == 0
+    target = write(tmp_path / "list", made.stdout)
+    assert execute("verify", hostile, "--check", target).returncode == 0
 
 
 # --- A process of its own ---
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_closed_streams(path: Path, closed: int) -> None:
+    command = [sys.executable, "-m", "loader", "load", str(path), "--json"]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *command],  # noqa: S607
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stderr == b""
+    assert closed == 1 or json.loads(done.stdout)["tensors"] == 3
+
+
+def test_a_full_disk_is_named(path: Path) -> None:
+    with open("/dev/full", "wb") as full:  # noqa: PTH123 - a device
+        done = subprocess.run(
+            [sys.executable, "-m", "loader", "load", str(path)],
+            stdout=full, stderr=subprocess.PIPE, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == b"gguf-dio: the output: No space left on device; make room\n"
+
+
+def test_no_home_for_the_sample(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", fail)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    done = run("load")
+    assert done.status == 1
+    assert "set XDG_CACHE_HOME" in done.err
 
 
 def test_a_closed_pipe_ends_quietly(path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import loader
 from loader import _ffi
 from loader.errors import DirectIOError, MappingError, ReadError, ShortReadError
 from loader.io import File
+from loader.options import Access
 from tests.build import random_bytes, random_model, write
 from tests.conftest import Faults
 
@@ -146,7 +149,7 @@ def test_efault_lasts_for_one_positional_read_and_einval_for_the_file(
         assert file.direct_errno == errno.EINVAL
 
 
-@pytest.mark.parametrize("call", ["dup", "fdopen"])
+@pytest.mark.parametrize("call", ["fopencookie"])
 def test_the_stream_of_a_fallback_cannot_be_opened(path: Path, faults: Faults, call: str) -> None:
     with File(path) as file:
         faults.fail("pread_direct", errno.EFAULT)
@@ -160,12 +163,33 @@ def test_the_stream_of_a_fallback_cannot_be_opened(path: Path, faults: Faults, c
 def test_no_descriptor_for_a_fallback(path: Path, faults: Faults) -> None:
     with File(path) as file:
         faults.fail("pread_direct", errno.EINVAL)
-        faults.fail("open", errno.EMFILE, times=1)
+        faults.fail("open", errno.EMFILE)
+        faults.fail("fcntl", errno.EIO, times=1)
         with pytest.raises(ReadError, match="EMFILE"):
             file.pread_into(bytearray(10), 0)
         buffer = bytearray(SIZE)
         file.pread_into(buffer, 0)
-        assert buffer == DATA
+        assert buffer == DATA, "the direct descriptor serves as a buffered one"
+        assert file.read() == DATA
+
+
+def test_a_cursor_without_a_descriptor_for_its_fallback(path: Path, faults: Faults) -> None:
+    with File(path) as file:
+        first = file.read(10_000)
+        faults.fail("pread_direct", errno.EFAULT)
+        faults.fail("open", errno.EMFILE)
+        assert first + file.read() == DATA
+        assert not file.has_direct_io
+
+
+def test_the_cursor_is_not_shared_with_a_forked_process(path: Path) -> None:
+    with File(path, direct=False) as file:
+        first = file.read(100)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if file.read(50_000) == DATA[100:50_100] else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert first + file.read() == DATA
 
 
 @pytest.mark.parametrize("call", ["fseek", "fread"])
@@ -343,6 +367,57 @@ def test_a_load_that_falls_back_says_so(
             again = model.load().report.files[0]
             assert again.access == ("direct" if error == errno.EFAULT else "buffered")
     assert len([r for r in caplog.records if "direct reads stopped" in r.message]) == len(FALLBACKS)
+
+
+def test_every_load_that_a_fallback_meets_reports_it(direct_folder: Path, faults: Faults) -> None:
+    """EINVAL is found by one of several loads; the others go on buffered and say so."""
+    path = direct_folder / "m.gguf"
+    expected = random_model(path, [4 << 20] * 3)["t2"].tobytes()
+    with loader.open(path) as model, ThreadPoolExecutor(4) as pool:
+        faults.fail("pread_direct", errno.EINVAL, nth=6)
+        loads = [pool.submit(model.load, chunk_bytes=65536) for _ in range(4)]
+        for weights in [load.result() for load in loads]:
+            file, moved = weights.report.files[0], weights.report.bytes_buffered
+            assert (file.fallback is not None) == (file.access == "direct" and moved > 0)
+            assert file.access != "direct" or file.offset_alignment == 512
+            assert weights["t2"].numpy().tobytes() == expected
+
+
+def test_a_fallback_in_the_header_is_reported(
+    direct_folder: Path, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = direct_folder / "m.gguf"
+    random_model(path, [1000])
+    faults.fail("pread_direct", errno.EFAULT, nth=2, times=1)
+    report = loader.load(path).report
+    assert report.files[0].fallback == loader.Fallback(errno=errno.EFAULT, offset=0)
+    assert report.files[0].access == "direct"
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("access", [("direct",), ("direct", "mmap")])
+def test_a_demand_is_not_met_by_odd_pieces(
+    direct_folder: Path, faults: Faults, access: tuple[Access, ...]
+) -> None:
+    path = direct_folder / "m.gguf"
+    random_model(path, [200_000])
+    with loader.open(path, access=access) as model:
+        faults.shorten("pread_direct", 100)
+        with pytest.raises(DirectIOError):
+            model.load()
+
+
+@pytest.mark.parametrize("access", ["direct", "mmap", "buffered"])
+@pytest.mark.parametrize("lost", [1, 100, 100_000])
+def test_a_model_that_became_shorter(direct_folder: Path, access: Access, lost: int) -> None:
+    path = direct_folder / "m.gguf"
+    random_model(path, [300_001])
+    with loader.open(path, access=access) as model:
+        os.truncate(path, path.stat().st_size - 31 - lost)
+        with pytest.raises(ShortReadError) as caught:
+            model.load()
+        assert caught.value.access == access
+        assert caught.value.tensor == "t0"
 
 
 @pytest.mark.parametrize("error", FALLBACKS)

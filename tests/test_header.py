@@ -468,6 +468,32 @@ def test_row_45_an_empty_tensor(path: Path, faults: Faults) -> None:
     assert load(path, data[:-20]) == {"t": b""}, "nothing has to be where nothing is"
 
 
+def test_an_empty_tensor_behind_a_last_one_without_padding(path: Path) -> None:
+    infos = info("t", [3], 0, 0) + info("z", [0], 0, 32)
+    assert load(path, pad(fixed(3, 2, 0) + infos) + b"x" * 12) == {"t": b"x" * 12, "z": b""}
+
+
+def test_an_empty_tensor_with_the_largest_dimensions(path: Path) -> None:
+    data = pad(fixed(3, 1, 0) + info("t", [0, 1 << 30, 1 << 30], 1, 0))
+    assert load(path, data) == {"t": b""}
+    assert loader.load(path)["t"].dequantize().shape == (1 << 30, 1 << 30, 0)
+
+
+def test_records_without_end_cost_little(path: Path) -> None:
+    """A sparse file of zeros is full of tensors without a name."""
+    path.write_bytes(fixed(3, (1 << 20) + 1, 0))
+    os.truncate(path, 1 << 30)
+    with pytest.raises(TruncatedFileError, match="at most 1048576 are possible"):
+        loader.open(path)
+
+
+def test_a_long_name_makes_no_long_message(path: Path) -> None:
+    name = "x" * 100_000
+    error = refuse(path, fixed(3, 0, 1) + key(name, 99, b""), UnsupportedFormatError, "xxx")
+    assert len(str(error)) < 1000
+    assert error.field == name
+
+
 def test_row_47_rows_that_are_not_whole_blocks(path: Path) -> None:
     data = pad(fixed(3, 1, 0) + info("t", [8, 64], 14, 0)) + bytes(4096)
     refuse(path, data, TensorLayoutError, "'t'.*rows of 8 elements.*blocks of 256")

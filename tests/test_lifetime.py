@@ -6,7 +6,7 @@ import errno
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +171,33 @@ def test_an_error_of_the_caller_is_left_alone(tmp_path: Path) -> None:
         assert error.__traceback__ is not None
         assert error.__traceback__.tb_next is not None
         assert error.__traceback__.tb_next.tb_frame.f_locals["precious"] == [1, 2, 3]
+
+
+def test_errors_of_a_callback_keep_what_is_the_callers(path: Path) -> None:
+    """A context that goes round in a circle, and a generator that is suspended in a frame of it."""
+    caught: list[ZeroDivisionError] = []
+
+    def suspended() -> Iterator[str]:
+        try:
+            _ = 1 / 0
+        except ZeroDivisionError as error:
+            caught.append(error)
+        yield "a"
+        yield "b"
+
+    def fail(*_: int) -> None:
+        precious = "kept"
+        error, other = caught[0], ValueError(precious)
+        error.__context__, other.__context__ = other, error
+        raise error
+
+    generator = suspended()
+    next(generator)
+    with pytest.raises(ZeroDivisionError) as found:
+        loader.load(path, progress=fail)
+    assert list(generator) == ["b"]
+    frames = [entry.frame for entry in found.traceback if entry.frame.code.name == "fail"]
+    assert frames[0].f_locals["precious"] == "kept"
 
 
 def test_the_interpreter_shuts_down_with_live_tensors(path: Path) -> None:

@@ -130,6 +130,14 @@ def test_block_types_and_bf16(tmp_path: Path) -> None:
             assert np.array_equal(found, expected)
 
 
+def test_scalars_of_bf16(tmp_path: Path) -> None:
+    data = pad(fixed(3, 1, 0) + info("t", [], 30, 0)) + b"\xc0\x3f"
+    values = loader.load(write(tmp_path / "m.gguf", data))["t"].dequantize()
+    assert isinstance(values, np.ndarray)
+    assert values.shape == ()
+    assert values == 1.5
+
+
 def test_a_type_that_gguf_cannot_dequantize(tmp_path: Path) -> None:
     kinds = {9: (32, 40, "Q8_1"), 42: (64, 18, "Q2_0")}
     for kind, (elements, nbytes, name) in kinds.items():
@@ -202,6 +210,7 @@ def test_names(path: Path, reference: dict[str, bytes]) -> None:
             "f32", "f16", "f64",
         ]  # fmt: skip
         assert list(opened.load(names=iter(["i8"]))) == ["i8"]
+        assert list(loader.load(path, names=iter(["i8"]))) == ["i8"]
         assert len(opened.load(names=[])) == 0
 
 
@@ -231,8 +240,10 @@ def test_wrong_options(path: Path) -> None:
             opened.load(device=0)  # type: ignore[arg-type]  # that is the test
         with pytest.raises(TypeError, match="progress"):
             opened.load(progress=1)  # type: ignore[arg-type]  # that is the test
+        with pytest.raises(TypeError, match="check_tensors"):
+            opened.load(check_tensors="no")  # type: ignore[arg-type]  # that is the test
         for chunk in (0, 100, 12345, 1 << 40, -4096):
-            with pytest.raises(ValueError, match="power of two"):
+            with pytest.raises(ValueError, match="multiple of 4096"):
                 opened.load(chunk_bytes=chunk)
         with pytest.raises(DeviceUnavailableError, match="cuda:0"):
             opened.load(device="cuda:0")
@@ -304,8 +315,9 @@ def test_the_environment_is_below_an_argument(path: Path, monkeypatch: pytest.Mo
         with pytest.raises(ValueError, match="GGUF_DIO_ACCESS"):
             loader.open(path)
     monkeypatch.setenv("GGUF_DIO_ACCESS", "buffered")
-    monkeypatch.setenv("GGUF_DIO_CHUNK", "64KiB")
-    assert loader.load(path).report.chunk_bytes == 65536
+    for text, nbytes in (("64KiB", 65536), ("8MiB", 8 << 20), ("12288", 12288)):
+        monkeypatch.setenv("GGUF_DIO_CHUNK", text)
+        assert loader.load(path).report.chunk_bytes == nbytes
     assert loader.load(path, chunk_bytes=4096).report.chunk_bytes == 4096
     monkeypatch.setenv("GGUF_DIO_CHUNK", "many")
     with pytest.raises(ValueError, match="GGUF_DIO_CHUNK"):
@@ -487,8 +499,8 @@ def test_report_as_json(path: Path) -> None:
 def test_row_107_many_threads_load_one_model(path: Path, reference: dict[str, bytes]) -> None:
     for access in MODES:
         with loader.open(path, access=access) as opened, ThreadPoolExecutor(8) as pool:
-            loads = [pool.submit(lambda m=opened: content(m.load())) for _ in range(16)]
-            assert all(load.result() == reference for load in loads)
+            loads = [pool.submit(opened.load) for _ in range(16)]
+            assert all(content(load.result()) == reference for load in loads)
 
 
 def test_closing_a_model_during_a_load_lets_it_finish(

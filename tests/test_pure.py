@@ -149,7 +149,7 @@ def test_the_plan(
 @given(
     st.integers(0, 100).map(lambda k: k * 512),
     st.integers(1, 100_000),
-    st.sampled_from([4096, 16384]),
+    st.sampled_from([4096, 12288, 16384]),
 )
 def test_chunks(offset: int, length: int, chunk_bytes: int) -> None:
     extent = Extent(offset, length, align_up(length, 512), 0)

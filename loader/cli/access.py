@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from loader.cli.parser import Parser
@@ -30,17 +29,19 @@ def add_access_flags(parser: Parser) -> None:
 
 
 def requested_access(
-    arguments: argparse.Namespace, environment: Mapping[str, str]
+    access_flags: Iterable[Flag] | None, environment: Mapping[str, str]
 ) -> tuple[Access, ...] | None:
     """The modes in order of preference; None leaves it to GGUF_DIO_ACCESS.
 
     Flags beat GGUF_DIO_ACCESS, which beats LLAMA_ARG_MMAP and LLAMA_ARG_DIO.
     """
-    flags: Sequence[Flag] = arguments.access_flags or ()
-    if not flags and "GGUF_DIO_ACCESS" in environment:
+    flags: list[Flag] = list(access_flags or ())
+    if "GGUF_DIO_ACCESS" not in environment:
+        flags = _llama_flags(environment) + flags
+    elif not flags:
         return None
     use_mmap = use_direct = True
-    for flag in (*_llama_flags(environment), *flags):
+    for flag in flags:
         if flag == "mmap":
             use_mmap, use_direct = True, False
         elif flag == "no-mmap":

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from gguf import GGUFValueType
 
+from loader.cli.access import requested_access
 from loader.cli.parser import Parser
 from loader.cli.text import print_json, print_line, printable, size
 from loader.gguf.metadata import Metadata, StringArray
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import type_name
-from loader.model import Model, open_model
+from loader.model import Model, open as open_model
 
-# Longer arrays are shown by their length only, unless the metadata is asked for.
+# In JSON, longer arrays are shown by their length only, unless the metadata is asked for; in
+# text, the first elements are shown.
 _SHORT_ARRAY = 16
-_SHORT_TEXT = 200
+_FIRST = 8
 
 
 def configure(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a GGUF file")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    parser.add_argument("--metadata", action="store_true", help="list the metadata, arrays whole")
+    parser.add_argument(
+        "--metadata", action="store_true", help="list the metadata (with --json, long arrays whole)"
+    )
     parser.add_argument("--tensors", action="store_true", help="list the tensors")
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    with open_model(arguments.model) as model:
+    with open_model(arguments.model, access=requested_access(None, os.environ)) as model:
         if arguments.json:
             print_json(_as_object(model, whole=arguments.metadata))
             return
@@ -83,13 +89,18 @@ def _value_object(metadata: Metadata, key: str, whole: bool) -> dict[str, object
     if kind != GGUFValueType.ARRAY:
         return {"type": kind.name, "value": _plain(metadata[key])}
     values, element = metadata[key], metadata.element_type(key)
-    items: list[Any] = list(values) if isinstance(values, StringArray) else values.tolist()
+    shown = whole or len(values) <= _SHORT_ARRAY
     return {
         "type": kind.name,
         "element_type": element.name if element is not None else None,
-        "count": len(items),
-        "value": [_plain(item) for item in items] if whole or len(items) <= _SHORT_ARRAY else None,
+        "count": len(values),
+        "value": [_plain(item) for item in _items(values)] if shown else None,
     }
+
+
+def _items(values: StringArray | npt.NDArray[Any]) -> list[Any]:
+    """The elements of an array as Python values."""
+    return list(values) if isinstance(values, StringArray) else values.tolist()
 
 
 def _plain(value: Any) -> object:
@@ -119,18 +130,13 @@ def _print_summary(model: Model) -> None:
 
 def _shown(metadata: Metadata, key: str) -> str:
     value = metadata[key]
-    if isinstance(value, str):
-        return printable(value if len(value) <= _SHORT_TEXT else value[:_SHORT_TEXT] + "...")
-    if isinstance(value, (StringArray, np.ndarray)):
-        element = metadata.element_type(key)
-        items = value[: _SHORT_ARRAY // 2]
-        first = ", ".join(
-            repr(item) for item in (items if isinstance(items, list) else items.tolist())
-        )
-        more = ", ..." if len(value) > _SHORT_ARRAY // 2 else ""
-        kind = element.name if element is not None else ""
-        return printable(f"{len(value)} x {kind}: [{first}{more}]")
-    return printable(repr(value))
+    if not isinstance(value, (StringArray, np.ndarray)):
+        return printable(value if isinstance(value, str) else repr(value))
+    element = metadata.element_type(key)
+    kind = element.name if element is not None else ""
+    first = ", ".join(map(repr, _items(value[:_FIRST])))  # type: ignore[arg-type]  # a slice is one
+    more = ", ..." if len(value) > _FIRST else ""
+    return printable(f"{len(value)} x {kind}: [{first}{more}]")
 
 
 def _print_tensors(model: Model) -> None:

@@ -13,7 +13,7 @@ from loader.cli.progress import progress_bar
 from loader.cli.sample import sample_model
 from loader.cli.text import print_json, print_line, printable, size
 from loader.gguf.tensors import TensorInfo
-from loader.model import open_model
+from loader.model import open as open_model
 from loader.report import LoadReport
 
 
@@ -37,7 +37,7 @@ def configure(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    access = requested_access(arguments, os.environ)
+    access = requested_access(arguments.access_flags, os.environ)
     path = arguments.model if arguments.model is not None else sample_model()
     with open_model(path, access=access) as model:
         names = _matching(arguments.tensors)

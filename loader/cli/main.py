@@ -1,7 +1,8 @@
-"""The command's entry: subcommands, errors to one line, exit status."""
+"""The command: its subcommands, errors to one line, exit status."""
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -23,6 +24,15 @@ _COMMANDS = {
     "verify": (verify, "digests of a model's tensors, and comparison"),
 }
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+# What to do about errors of the system, which don't say it themselves.
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.EISDIR: "name the GGUF file in it",
+    errno.EACCES: "its owner has to allow it",
+    errno.EEXIST: "choose another name or remove it",
+    errno.ENOSPC: "make room",
+}
 
 
 def _parser() -> Parser:
@@ -46,7 +56,8 @@ class _NoteHandler(logging.Handler):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status; argparse exits by itself on wrong usage."""
+    """Runs the command and returns its exit status. argparse exits by itself on wrong usage, and
+    KeyboardInterrupt is left to `run`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -65,9 +76,6 @@ def _run(words: Sequence[str]) -> int:
     try:
         command.execute(arguments)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        note("interrupted")
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone; nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -87,16 +95,20 @@ def _run(words: Sequence[str]) -> int:
 def _message(error: BaseException) -> str:
     if isinstance(error, LoaderError) or not isinstance(error, OSError):
         return str(error) or type(error).__name__
-    where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
-    return f"{where}{error.strerror or error}"
+    where = "the output" if error.filename is None else os.fsdecode(error.filename) or "''"
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{where}: {error.strerror or error}" + (f"; {remedy}" if remedy else "")
 
 
 def run() -> NoReturn:
-    """The console script."""
+    """The console script: runs the command and ends the process with its exit status."""
+    # A stream that was closed before we began is None.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PTH123 - until the end
+    sys.stderr = sys.stderr or sys.stdout
     try:
         status = main()
     except KeyboardInterrupt:
+        note("interrupted")
         status = INTERRUPTED
-    if status == INTERRUPTED:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while we leave
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
     sys.exit(status)

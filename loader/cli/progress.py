@@ -31,7 +31,11 @@ def progress_bar(what: str) -> Iterator[Progress | None]:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    # Remarks go to stderr as they are: rich would wrap them.
+    with Bars(
+        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bars:
         task = bars.add_task(printable(what), total=None)
 
         def update(done: int, total: int) -> None:

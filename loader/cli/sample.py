@@ -10,16 +10,15 @@ import gguf
 import numpy as np
 
 from loader.cli.text import note
-from loader.errors import FormatError
-from loader.model import open_model
+from loader.errors import FormatError, LoaderError
+from loader.model import open as open_model
 
 _ROWS, _COLUMNS, _LAYERS = 1024, 512, 4
 
 
 def sample_model() -> Path:
     """The path of the sample; it is made when it isn't there."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    path = Path(cache) / "gguf-dio" / "sample.gguf"
+    path = _cache_folder() / "gguf-dio" / "sample.gguf"
     if _is_usable(path):
         note(f"no model was given; loading the sample {path}")
         return path
@@ -27,6 +26,19 @@ def sample_model() -> Path:
     _write(path)
     note(f"no model was given; made the sample {path}")
     return path
+
+
+def _cache_folder() -> Path:
+    """By the XDG base directory specification: a relative path is to be ignored."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():
+        return given
+    try:
+        return Path("~/.cache").expanduser()
+    except RuntimeError:
+        raise LoaderError(
+            "there is no home folder for the sample model; name a model, or set XDG_CACHE_HOME"
+        ) from None
 
 
 def _is_usable(path: Path) -> bool:

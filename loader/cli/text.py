@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-
-_ESCAPE = re.compile(r"\\(?:\\|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
 def printable(text: str) -> str:
@@ -17,35 +14,17 @@ def printable(text: str) -> str:
     sequences, line ends, marks that turn the direction of text) is escaped as
     \\xNN or \\uNNNN; a byte that isn't UTF-8 appears as its surrogate, \\udcNN.
     """
-    return text if text.isprintable() else "".join(map(_escaped, text))
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else escaped(char) for char in text)
 
 
-def _escaped(char: str) -> str:
-    if char.isprintable():
-        return char
+def escaped(char: str) -> str:
+    """The escape of a character."""
     code = ord(char)
     if code < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def encode_name(name: str) -> str:
-    """A name for a list of `hex  name` lines. One that isn't printable as it is, or holds a
-    backslash, begins with a backslash and is escaped (as sha256sum does with newlines)."""
-    shown = printable(name.replace("\\", "\\\\"))
-    return name if shown == name else "\\" + shown
-
-
-def decode_name(shown: str) -> str:
-    """The name that `encode_name` made this of."""
-    if not shown.startswith("\\"):
-        return shown
-
-    def restore(match: re.Match[str]) -> str:
-        digits = match[1] or match[2] or match[3]
-        return chr(int(digits, 16)) if digits else "\\"
-
-    return _ESCAPE.sub(restore, shown[1:])
 
 
 def size(nbytes: float) -> str:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import os
-import re
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from loader.cli.access import add_access_flags, requested_access
+from loader.cli.lists import Digests, list_line, read_list, write_list
 from loader.cli.parser import Parser, UsageError
 from loader.cli.progress import progress_bar
-from loader.cli.text import decode_name, encode_name, note, print_json, print_line, printable
-from loader.errors import FormatError, VerifyError
+from loader.cli.text import note, print_json, print_line, printable
+from loader.errors import VerifyError, quoted
+from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import why_unknown
 from loader.loading import ModelFile
-from loader.model import open_model
+from loader.model import open as open_model
 from loader.options import Access
+from loader.tensor import Tensor
 
-# Stands for the digest of a tensor whose size isn't known.
-_NO_DIGEST = "-" * 64
-
-Digests = dict[str, str | None]
 _MOST_NAMED = 5
+_BATCH_BYTES = 64 << 20
+_HASH_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class _Differences:
             "not expected": self.unexpected,
         }
         parts = [
-            f"{len(names)} tensors {what} ({', '.join(map(repr, names[:_MOST_NAMED]))}"
+            f"{len(names)} tensors {what} ({', '.join(map(quoted, names[:_MOST_NAMED]))}"
             f"{', ...' if len(names) > _MOST_NAMED else ''})"
             for what, names in kinds.items()
             if names
@@ -65,8 +67,10 @@ def configure(parser: Parser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     if arguments.check is not None and arguments.write is not None:
         raise UsageError("--check and --write exclude each other")
-    access = requested_access(arguments, os.environ)
-    listed = None if arguments.check is None else _read_list(arguments.check)
+    access = requested_access(arguments.access_flags, os.environ)
+    listed = None if arguments.check is None else read_list(arguments.check)
+    if arguments.write is not None and os.path.lexists(arguments.write):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), arguments.write)
     files, digests = _digest_model(arguments.model, access)
     compared: dict[str, _Differences | None] = {"check": None, "against": None}
     if listed is not None:
@@ -75,7 +79,7 @@ def execute(arguments: argparse.Namespace) -> None:
         other = _digest_model(arguments.against, access)[1]
         compared["against"] = _compare(digests, other, arguments.against)
     if arguments.write is not None:
-        _write_list(arguments.write, digests)
+        write_list(arguments.write, digests)
 
     differences = [found for found in compared.values() if found is not None]
     if arguments.json:
@@ -90,7 +94,7 @@ def execute(arguments: argparse.Namespace) -> None:
         )
     elif not differences and arguments.write is None:
         for name, digest in digests.items():
-            print_line(_list_line(name, digest))
+            print_line(list_line(name, digest, sys.stdout.encoding))
     for found in differences:
         if found:
             raise VerifyError(f"{files[0].path} is not what {found.other} says: {found}")
@@ -105,71 +109,52 @@ def _digest_model(
     path: str, access: tuple[Access, ...] | None
 ) -> tuple[tuple[ModelFile, ...], Digests]:
     """The SHA-256 of each tensor's bytes; None for a tensor whose size isn't known."""
-    digests: Digests = {}
     with open_model(path, access=access) as model, progress_bar("verifying") as progress:
+        digests: Digests = dict.fromkeys(model.tensors)
         total = sum(info.nbytes or 0 for info in model.tensors.values())
         done = 0
-        for name, info in model.tensors.items():
-            if info.nbytes is None:
-                note(f"tensor {name!r} has {why_unknown(info.ggml_type)}: it has no digest")
-                digests[name] = None
-                continue
-            with model.load(names=[name]) as weights:
-                data = weights[name].numpy().reshape(-1).view("u1")
-                digests[name] = hashlib.sha256(data.data).hexdigest()
-            done += info.nbytes
-            if progress is not None:
-                progress(done, total)
+        for batch in _batches(model.tensors.values()):
+            with model.load(names=batch) as weights:
+                for name, tensor in weights.items():
+                    digest = hashlib.sha256()
+                    for part in _slices(tensor):
+                        digest.update(part)
+                        done += len(part)
+                        if progress is not None:
+                            progress(done, total)
+                    digests[name] = digest.hexdigest()
         return model.files, digests
 
 
+def _batches(tensors: Iterable[TensorInfo]) -> Iterator[list[str]]:
+    """Names to load together: as many as stay below a bound, or one that is above it."""
+    batch: list[str] = []
+    nbytes = 0
+    for info in tensors:
+        if info.nbytes is None:
+            note(f"tensor {quoted(info.name)} has {why_unknown(info.ggml_type)}: it has no digest")
+            continue
+        if batch and nbytes + info.nbytes > _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(info.name)
+        nbytes += info.nbytes
+    if batch:
+        yield batch
+
+
+def _slices(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor; between two slices the interpreter looks at signals."""
+    data = tensor.numpy().reshape(-1).view("u1").data
+    for start in range(0, len(data), _HASH_BYTES):
+        yield data[start : start + _HASH_BYTES]
+
+
 def _compare(found: Digests, expected: Digests, other: str) -> _Differences:
-    """A digest that isn't known equals nothing."""
-    common = found.keys() & expected.keys()
+    """Tensors without a digest on both sides can't be compared; a note has said so."""
     return _Differences(
         other,
-        [
-            name
-            for name in found
-            if name in common and (found[name] is None or found[name] != expected[name])
-        ],
-        [name for name in expected if name not in common],
-        [name for name in found if name not in common],
+        [name for name in found if name in expected and found[name] != expected[name]],
+        [name for name in expected if name not in found],
+        [name for name in found if name not in expected],
     )
-
-
-# --- Lists -----------------------------------------------------------------------
-
-
-def _list_line(name: str, digest: str | None) -> str:
-    return f"{digest or _NO_DIGEST}  {encode_name(name)}"
-
-
-def _read_list(path: str) -> Digests:
-    """A list of `hex  tensor` lines; FormatError, with the line's number, for any other."""
-    digests: Digests = {}
-    text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
-    lines = text.split("\n")
-    if not lines[-1]:
-        del lines[-1]
-    for number, line in enumerate(lines, 1):
-        match = re.fullmatch(r"([0-9a-f]{64}|-{64})  (.*)", line)
-        if match is None:
-            raise FormatError(
-                f"{path}: line {number} is not of the form 'sha256  tensor'", path=path
-            )
-        digests[decode_name(match[2])] = None if match[1] == _NO_DIGEST else match[1]
-    return digests
-
-
-def _write_list(path: str, digests: Digests) -> None:
-    """Writes a new file, whole or not at all, and never over one that is there."""
-    text = "".join(_list_line(name, digest) + "\n" for name, digest in digests.items())
-    target = Path(path)
-    with target.open("x", encoding="utf-8") as file:
-        try:
-            file.write(text)
-            file.flush()
-        except BaseException:
-            target.unlink()
-            raise

@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 
 from loader._ffi import NativeError, first_invalid_block
-from loader.errors import TensorDataError
+from loader.errors import TensorDataError, quoted
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import BLOCK_SIZES
 
@@ -30,7 +30,9 @@ def check_data(model: str, tensors: Iterable[tuple[TensorInfo, npt.NDArray[Any]]
     ]
     if not invalid:
         return
-    shown = ", ".join(f"{name!r} (first in block {block})" for name, block in invalid[:_MOST_NAMED])
+    shown = ", ".join(
+        f"{quoted(name)} (first in block {block})" for name, block in invalid[:_MOST_NAMED]
+    )
     more = f" and {len(invalid) - _MOST_NAMED} more" if len(invalid) > _MOST_NAMED else ""
     raise TensorDataError(
         f"{model}: NaN or infinite values or scales in {shown}{more}; the file is damaged or was "

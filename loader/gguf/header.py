@@ -8,14 +8,14 @@ import numpy as np
 from gguf import GGUF_DEFAULT_ALIGNMENT, GGUFValueType
 
 from loader._ffi import Memory, NativeError, Problem, Scan, Transfer
-from loader.errors import DeviceMemoryError, FormatError, UnsupportedFormatError
+from loader.errors import DeviceMemoryError, FormatError, UnsupportedFormatError, quoted
 from loader.gguf import metadata, tensors
 from loader.gguf.metadata import Metadata
 from loader.gguf.problems import explain
 from loader.gguf.tensors import TensorTable, check_layout
 from loader.gguf.types import TYPE_TABLE
 from loader.io.arena import allocate_arena
-from loader.io.file import File, describe_errno
+from loader.io.file import File, describe_errno, log_fallback
 from loader.io.ranges import align_up
 
 # The first read, and the most that a header may have. The header of a model
@@ -44,6 +44,7 @@ def read_header(file: File, index: int = 0) -> Header:
     """
     transfer = Transfer()
     scan, memory = _scan(file, transfer)
+    log_fallback(file, transfer)
     header = np.asarray(memory)
     header.flags.writeable = False
     path = file.path
@@ -71,7 +72,8 @@ def _scan(file: File, transfer: Transfer) -> tuple[Scan, Memory]:
     try:
         scan = Scan(file.size)
         while (needed := _complete(file, scan, memory, have)) > 0:
-            wanted = min(max(2 * have, align_up(needed, FIRST_READ)), file.size)
+            wanted = max(2 * have, align_up(needed, FIRST_READ))
+            wanted = min(wanted, LARGEST_HEADER, file.size)
             memory = _read(file, wanted, memory, have, transfer)
             have = wanted
     except NativeError as error:
@@ -112,9 +114,9 @@ def _alignment(path: str, values: Metadata) -> int:
         return int(GGUF_DEFAULT_ALIGNMENT)
     kind, value = values.value_type(key), values[key]
     if kind != GGUFValueType.UINT32 or value == 0 or value & (value - 1):
-        shown = value if isinstance(value, (int, float, str)) else repr(value)
+        shown = quoted(value) if isinstance(value, str) else repr(value)
         raise FormatError(
-            f"{path}: {key} is {shown!r} of type {kind.name}; it must be a power of two of type "
+            f"{path}: {key} is {shown} of type {kind.name}; it must be a power of two of type "
             "UINT32",
             path=path,
             offset=values.offset(key),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gguf import GGUFValueType
 
 from loader._ffi import string_offsets
-from loader.errors import FormatError
+from loader.errors import FormatError, quoted
 from loader.options import MetadataValue
 
 # struct ld_gguf_key
@@ -49,7 +49,6 @@ _PYTHON_TYPES: dict[type, frozenset[GGUFValueType]] = {
     str: frozenset({_V.STRING}),
     list: frozenset({_V.ARRAY}),
 }
-_LAYOUT_KEYS = ("general.alignment", "split.")
 
 
 def _text(data: memoryview) -> str:
@@ -118,7 +117,7 @@ class Metadata(Mapping[str, Any]):
             name = _text(self._header[start : start + length])
             if name in self._indices:
                 raise FormatError(
-                    f"{path}: the metadata key {name!r} is in the file twice",
+                    f"{path}: the metadata key {quoted(name)} is in the file twice",
                     path=path,
                     offset=int(records["offset"][index]),
                     field=name,
@@ -132,7 +131,7 @@ class Metadata(Mapping[str, Any]):
         for keys that say how the file is laid out.
         """
         for key, value in values.items():
-            if key.startswith(_LAYOUT_KEYS):
+            if key == "general.alignment" or key.startswith("split."):
                 raise ValueError(f"{key!r} says how the file is laid out and can't be overridden")
             kind = self.value_type(key) if key in self else _type_of(value)
             self._values[key] = _fit(key, value, kind)
@@ -191,7 +190,7 @@ class Metadata(Mapping[str, Any]):
             element = self.element_type(key)
             shown = found.name if element is None else f"ARRAY of {element.name}"
             raise FormatError(
-                f"{self._path}: metadata key {key!r} should be {name}, but is {shown}",
+                f"{self._path}: metadata key {quoted(key)} should be {name}, but is {shown}",
                 path=self._path,
                 offset=self.offset(key),
                 field=key,

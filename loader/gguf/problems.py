@@ -8,6 +8,7 @@ from loader.errors import (
     TensorLayoutError,
     TruncatedFileError,
     UnsupportedFormatError,
+    quoted,
 )
 
 _REMEDY = "is the download complete?"
@@ -40,11 +41,11 @@ _EXPLANATIONS: dict[str, tuple[type[FormatError], str]] = {
     ),
     "TOO_MANY_KEYS": (
         TruncatedFileError,
-        "claims {value} metadata keys, but at most {limit} fit into the file; " + _REMEDY,
+        "claims {value} metadata keys, but at most {limit} are possible; " + _REMEDY,
     ),
     "TOO_MANY_TENSORS": (
         TruncatedFileError,
-        "claims {value} tensors, but at most {limit} fit into the file; " + _REMEDY,
+        "claims {value} tensors, but at most {limit} are possible; " + _REMEDY,
     ),
     "ARRAY_TOO_LONG": (
         TruncatedFileError,
@@ -66,7 +67,7 @@ _EXPLANATIONS: dict[str, tuple[type[FormatError], str]] = {
     ),
     "SIZE_OVERFLOW": (
         TensorLayoutError,
-        "at offset {offset} has dimensions whose elements or bytes pass 2^63 - 1",
+        "at offset {offset} has dimensions whose elements or bytes pass 2^63",
     ),
     "ROW_NOT_BLOCKS": (
         TensorLayoutError,
@@ -125,7 +126,7 @@ def _where(problem: Problem, name: str | None) -> str:
     if problem.number < 0:
         return "the fixed header"
     kind = "tensor" if problem.in_tensors else "metadata key"
-    return f"{kind} {name!r}" if name is not None else f"{kind} number {problem.number}"
+    return f"{kind} {quoted(name)}" if name is not None else f"{kind} number {problem.number}"
 
 
 def explain(path: str, problem: Problem, header: bytes | memoryview) -> FormatError:

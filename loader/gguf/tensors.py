@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.errors import FormatError, TensorLayoutError, TruncatedFileError
+from loader.errors import FormatError, TensorLayoutError, TruncatedFileError, quoted
 from loader.gguf.types import GGMLType, ggml_type
 
 # struct ld_gguf_tensor
@@ -71,7 +71,7 @@ class TensorTable(Mapping[str, TensorInfo]):
             for index, name in enumerate(names):
                 if name in seen:
                     raise FormatError(
-                        f"{path}: the tensor {name!r} is in the file twice",
+                        f"{path}: the tensor {quoted(name)} is in the file twice",
                         path=path,
                         offset=int(records["offset"][index]),
                         field=name,
@@ -94,6 +94,10 @@ class TensorTable(Mapping[str, TensorInfo]):
             offset=self._data_offset + int(record["data_offset"]),
             file=self._file,
         )
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """These names, which are all in the table, in file order."""
+        return sorted(names, key=self._indices.__getitem__)
 
     def __contains__(self, name: object) -> bool:
         return name in self._indices
@@ -128,15 +132,15 @@ def check_layout(
     if (odd := np.flatnonzero(offsets % np.uint64(alignment))).size:
         index = int(odd[0])
         raise TensorLayoutError(
-            f"{path}: tensor {names[index]!r} begins at {offsets[index]} of the data section, "
-            f"which is no multiple of the alignment {alignment}",
+            f"{path}: tensor {quoted(names[index])} begins at {offsets[index]} of the data "
+            f"section, which is no multiple of the alignment {alignment}",
             path=path,
             offset=int(records["offset"][index]),
             field=names[index],
         )
     lengths = np.where(records["known"] == 0, np.uint64(1), nbytes)
     lengths[records["empty"] != 0] = 0
-    _check_end(path, records, names, lengths, data_offset, file_size)
+    _check_end(path, records, names, lengths, data_offset, file_size, alignment)
     _check_overlaps(path, records, names, lengths, data_offset)
 
 
@@ -147,11 +151,14 @@ def _check_end(
     lengths: npt.NDArray[np.uint64],
     data_offset: int,
     file_size: int,
+    alignment: int,
 ) -> None:
     room = np.uint64(max(file_size - data_offset, 0))
     offsets = records["data_offset"]
     # In this order, so that nothing wraps.
     outside = (offsets > room) | (lengths > room - np.minimum(offsets, room))
+    # Behind a last tensor without padding an empty one begins past the end.
+    outside &= (lengths != 0) | (offsets > room + np.uint64(alignment))
     if not outside.any():
         return
     index = int(np.flatnonzero(outside)[0])
@@ -159,8 +166,8 @@ def _check_end(
     expected = int(lengths[index])
     found = min(max(file_size - start, 0), expected)
     raise TruncatedFileError(
-        f"{path}: tensor {names[index]!r} should have {expected} bytes at offset {start}, but "
-        f"the file, of {file_size} bytes, has only {found} of them; is the download complete?",
+        f"{path}: tensor {quoted(names[index])} should have {expected} bytes at offset {start}, "
+        f"but the file, of {file_size} bytes, has only {found} of them; is the download complete?",
         path=path,
         offset=start,
         field=names[index],
@@ -187,7 +194,7 @@ def _check_overlaps(
     first = int(np.argmax((starts + lengths[order])[:second]))
     a, b = sorted((int(order[first]), int(order[second])))
     raise TensorLayoutError(
-        f"{path}: the tensors {names[a]!r} and {names[b]!r} overlap at offset "
+        f"{path}: the tensors {quoted(names[a])} and {quoted(names[b])} overlap at offset "
         f"{data_offset + int(starts[second])}",
         path=path,
         offset=data_offset + int(starts[second]),

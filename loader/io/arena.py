@@ -17,7 +17,7 @@ def allocate_arena(size: int) -> Memory:
         return allocate(size)
     except NativeError as error:
         raise DeviceMemoryError(
-            f"can't allocate {size} bytes of host memory: {describe_errno(error.errno)}; load "
-            'fewer tensors with names=, or map the file with access="mmap"',
+            f"can't allocate {size} bytes of host memory: {describe_errno(error.errno)}; "
+            "free some, or load less at once",
             needed=size,
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import threading
@@ -11,6 +12,8 @@ from types import TracebackType
 from loader._ffi import FileInfo, Memory, NativeError, NativeFile, Transfer, WritableBuffer
 from loader.errors import DirectIOError, ReadError, ShortReadError
 from loader.options import Access
+
+logger = logging.getLogger("loader")
 
 # The most that one call of the core reads: between two calls the interpreter
 # looks at signals, so this bounds how late a Ctrl-C is noticed.
@@ -96,11 +99,9 @@ class File:
 
     @property
     def alignments(self) -> tuple[int, int]:
-        """Memory and offset alignment of positional reads in bytes; 1 and 1 when buffered."""
-        info = self._fresh_info()
-        if not info.has_direct_descriptor:
-            return 1, 1
-        return info.memory_alignment, info.offset_alignment
+        """Memory and offset alignment of direct positional reads in bytes, as found at open;
+        1 and 1 when there are none."""
+        return max(self._info.memory_alignment, 1), max(self._info.offset_alignment, 1)
 
     # --- The cursor ---
 
@@ -117,7 +118,9 @@ class File:
 
     def tell(self) -> int:
         """The cursor's position in bytes."""
-        return self._open_native().tell()
+        native = self._open_native()
+        with self._cursor_lock:
+            return native.tell()
 
     def read(self, size: int = -1) -> bytes:
         """Up to `size` bytes from the cursor (all that are left when negative or None).
@@ -176,25 +179,23 @@ class File:
         length: int,
         offset: int,
         transfer: Transfer,
-        slice_bytes: int = SLICE_BYTES,
     ) -> None:
         """Reads `length` bytes at `offset` to memory that the caller keeps alive.
 
         Up to `room` bytes of it may be written to, so that whole blocks can go
         there; `transfer` counts, and says how long a fallback lasts. The range
-        lies inside the file. slice_bytes: the most that one call of the core
-        reads. ReadError or one of its kinds when it can't be read.
+        lies inside the file. ReadError or one of its kinds when it can't be read.
         """
         native = self._open_native()
         done = 0
         while done < length:
-            n = min(slice_bytes, length - done)
+            n = min(SLICE_BYTES, length - done)
             here = room - done if n == length - done else n
             try:
                 done += native.pread(address + done, here, n, offset + done, transfer)
             except NativeError as error:
                 if error.errno != errno.EINTR:
-                    direct = native.info().has_direct_descriptor and not transfer.fallback_errno
+                    direct = native.info().has_direct_descriptor and transfer.wants_direct
                     self._raise(error.errno, transfer, length - done, direct)
 
     # --- The rest ---
@@ -202,6 +203,10 @@ class File:
     def map(self) -> Memory:
         """A read-only mapping of the whole file. NativeError when the system refuses."""
         return self._open_native().map()
+
+    def check_size(self) -> None:
+        """NativeError with ENODATA when the file has become shorter than it was at open."""
+        self._open_native().check_size()
 
     def close(self) -> None:
         """Closes the file, once reads that other threads have begun are over."""
@@ -267,6 +272,17 @@ class File:
             offset=offset,
             length=length,
             access=access,
+        )
+
+
+def log_fallback(file: File, transfer: Transfer) -> None:
+    """One warning for a transfer that went over to buffered reads."""
+    if transfer.fallback_errno:
+        logger.warning(
+            "%s: direct reads stopped being possible at offset %d (%s); the rest is read buffered",
+            file.path,
+            transfer.fallback_offset,
+            describe_errno(transfer.fallback_errno),
         )
 
 

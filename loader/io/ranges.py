@@ -102,10 +102,11 @@ def place(extents: Sequence[Extent], offset: int) -> int:
 def chunks(extent: Extent, chunk_bytes: int) -> Iterable[tuple[int, int]]:
     """Start and length of the pieces in which an extent is read, cut at multiples of chunk_bytes.
 
-    The first one is shortened, so that all later ones begin on such a multiple.
+    The first one is shortened, so that all later ones begin on such a multiple;
+    chunk_bytes is a multiple of the offset alignment.
     """
     start = extent.offset
     while start < extent.end:
-        end = min(align_down(start, chunk_bytes) + chunk_bytes, extent.end)
+        end = min((start // chunk_bytes + 1) * chunk_bytes, extent.end)
         yield start, end - start
         start = end

@@ -1,0 +1,36 @@
+"""The C unit tests (tests/native/*.c), under each sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NATIVE = HERE.parent / "_native"
+WARNINGS = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
+SANITIZERS = {"address,undefined": ["-fno-sanitize-recover=all"], "thread": []}
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("name", ["test_read", "test_scan"])
+def test_c_units(direct_folder: Path, name: str, sanitizer: str) -> None:
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or not NATIVE.is_dir():
+        pytest.skip("a C compiler and the sources of the core are needed")
+    program = direct_folder / name
+    flags = [*WARNINGS, "-g", "-O1", f"-fsanitize={sanitizer}", *SANITIZERS[sanitizer]]
+    sources = [HERE / "native" / f"{name}.c", *sorted(NATIVE.glob("*.c"))]
+    built = subprocess.run(
+        [compiler, *flags, '-DLD_VERSION="test"', *sources, "-lpthread", "-o", program],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    if "cannot find -l" in built.stderr or "unsupported option" in built.stderr:
+        pytest.skip(f"this compiler has no -fsanitize={sanitizer}")
+    assert built.returncode == 0, built.stderr
+    words = [program, direct_folder / "data"] if name == "test_read" else [program]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
