@@ -18,9 +18,11 @@ from loader.io.arena import allocate_arena
 from loader.io.file import File, describe_errno, log_fallback
 from loader.io.ranges import align_up
 
-# The first read, and the most that a header may have. The header of a model
-# with a large vocabulary has some 10 MB.
+# The first read; the memory that is set aside for a header (what isn't read into
+# isn't used); and the most that a header may have. That of a model with a large
+# vocabulary has some 10 MB.
 FIRST_READ = 1 << 20
+RESERVED = 16 << 20
 LARGEST_HEADER = 1 << 30
 
 
@@ -67,23 +69,25 @@ def read_header(file: File, index: int = 0) -> Header:
 
 def _scan(file: File, transfer: Transfer) -> tuple[Scan, Memory]:
     """Reads ever more of the file, twice as much each time, until the header is complete."""
-    have = min(FIRST_READ, file.size)
-    memory = _read(file, have, None, 0, transfer)
+    memory = allocate_arena(align_up(max(min(RESERVED, file.size), 1), FIRST_READ))
+    have, wanted = 0, min(FIRST_READ, file.size)
     try:
         scan = Scan(file.size)
-        while (needed := _complete(file, scan, memory, have)) > 0:
+        while True:
+            memory = _read(file, memory, have, wanted, transfer)
+            have = wanted
+            needed = _needed(file, scan, memory, have)
+            if needed == 0:
+                return scan, memory
             wanted = max(2 * have, align_up(needed, FIRST_READ))
             wanted = min(wanted, LARGEST_HEADER, file.size)
-            memory = _read(file, wanted, memory, have, transfer)
-            have = wanted
     except NativeError as error:
         raise DeviceMemoryError(
             f"{file.path}: no memory for the tables of the header: {describe_errno(error.errno)}"
         ) from None
-    return scan, memory
 
 
-def _complete(file: File, scan: Scan, memory: Memory, have: int) -> int:
+def _needed(file: File, scan: Scan, memory: Memory, have: int) -> int:
     """0 when the header is complete, else how many bytes of the file it needs at least."""
     result = scan.run(memory, have, TYPE_TABLE)
     if isinstance(result, Problem):
@@ -97,13 +101,15 @@ def _complete(file: File, scan: Scan, memory: Memory, have: int) -> int:
     return result
 
 
-def _read(file: File, length: int, old: Memory | None, have: int, transfer: Transfer) -> Memory:
-    """The first `length` bytes of the file in new memory; `have` of them are in `old`."""
-    room = align_up(max(length, 1), FIRST_READ)
-    memory = allocate_arena(room)
-    if old is not None:
-        np.asarray(memory)[:have] = np.asarray(old)[:have]
-    file.pread_to(memory.address + have, room - have, length - have, have, transfer)
+def _read(file: File, memory: Memory, have: int, wanted: int, transfer: Transfer) -> Memory:
+    """Reads on to `wanted` bytes of the file, in memory that holds the first `have` of them, or
+    in larger memory with a copy of them."""
+    if wanted > memory.nbytes:
+        larger = allocate_arena(align_up(2 * wanted, FIRST_READ))
+        np.asarray(larger)[:have] = np.asarray(memory)[:have]
+        memory = larger
+    room = memory.nbytes - have
+    file.pread_to(memory.address + have, room, wanted - have, have, transfer)
     return memory
 
 
