@@ -31,9 +31,9 @@ from loader.errors import (
 )
 from loader.gguf.metadata import Metadata, StringArray
 from loader.gguf.tensors import TensorInfo
-from loader.loading import ModelFile
 from loader.model import Model, load, open  # noqa: A004 - the contract: loader.open
 from loader.options import access_from_flags
+from loader.planning import ModelFile
 from loader.report import Fallback, FileReport, LoadReport
 from loader.tensor import Tensor, Weights
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
 from gguf import Keys
 
+from loader._closing import Closing
 from loader.errors import ShardError, frames_released
 from loader.gguf.header import Header, read_header
 from loader.gguf.metadata import Metadata
 from loader.gguf.tensors import TensorInfo
 from loader.io.file import File
 from loader.io.source import decide
-from loader.loading import ModelFile, OpenFile, OpenModel, load as execute
+from loader.loading import load as execute
 from loader.options import AccessRequest, LoadKeywords, LoadOptions, MetadataValue, OpenOptions
+from loader.planning import ModelFile, OpenFile, OpenModel
 from loader.tensor import Weights
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 PathLike: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
-class Model:
+class Model(Closing):
     """An open model: its headers are read, its weights aren't. A context manager.
 
     metadata: a mapping, arrays decoded on first touch; tensors: a mapping from
@@ -73,17 +74,6 @@ class Model:
     def close(self) -> None:
         """Closes the files. Tensors that were loaded, metadata and infos stay valid."""
         self._open = None
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Model {self.files[0].path!r}, {len(self.tensors)} tensors>"

@@ -17,8 +17,13 @@ class Fallback:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileReport:
-    """How one file was read. The alignments (bytes) are None when it wasn't read directly."""
+class FileAccess:
+    """How a file is read. size and alignments are bytes.
+
+    requested, access, reason: which modes were asked for, which one was taken,
+    and why; memory_alignment, offset_alignment: what direct reads need, None
+    when the file isn't read directly.
+    """
 
     path: str
     size: int
@@ -27,6 +32,12 @@ class FileReport:
     reason: str
     memory_alignment: int | None
     offset_alignment: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileReport(FileAccess):
+    """How a file was read by a load."""
+
     fallback: Fallback | None
 
 

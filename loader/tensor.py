@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
+from loader._closing import Closing
 from loader.errors import UnsupportedFormatError, quoted
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import PLAIN_DTYPES, array_layout, type_name
@@ -84,7 +84,7 @@ class Tensor:
         return f"<Tensor {self.info.name!r} {type_name(self.info.ggml_type)} {shape}>"
 
 
-class Weights(Mapping[str, Tensor]):
+class Weights(Mapping[str, Tensor], Closing):
     """The tensors of a load by name, in file order, and its report.
 
     A context manager: `close` lets go of the tensors. Those that somebody still
@@ -111,17 +111,6 @@ class Weights(Mapping[str, Tensor]):
 
     def close(self) -> None:
         self._tensors = None
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._tensors is None else f"{len(self._tensors)} tensors"

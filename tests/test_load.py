@@ -356,7 +356,7 @@ def test_row_91_opening_a_mapped_model_reads_nothing(direct_folder: Path) -> Non
 def test_too_little_memory_maps_or_says_how_much(
     path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
 ) -> None:
-    monkeypatch.setattr("loader.loading.available_memory", lambda: 1000)
+    monkeypatch.setattr("loader.planning.available_memory", lambda: 1000)
     weights = loader.load(path, access="auto")
     file = weights.report.files[0]
     assert file.access == "mmap"
@@ -375,7 +375,7 @@ def test_too_little_memory_maps_or_says_how_much(
 def test_too_little_memory_and_no_mapping(
     path: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    monkeypatch.setattr("loader.loading.available_memory", lambda: 1000)
+    monkeypatch.setattr("loader.planning.available_memory", lambda: 1000)
     with loader.open(path, access="auto") as opened:
         faults.fail("mmap", 19)
         with pytest.raises(MemoryError, match="ENODEV"):

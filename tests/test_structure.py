@@ -13,14 +13,14 @@ ROOT = Path(loader.__file__).parent
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
-    ["_version", "errors", "options"],
+    ["_version", "_closing", "errors", "options"],
     ["report"],
     ["_ffi"],
     ["io"],
     ["gguf"],
     ["device"],
     ["fit"],
-    ["tensor"],
+    ["planning", "tensor"],
     ["loading"],
     ["model"],
     ["compat", "cli"],

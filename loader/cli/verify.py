@@ -18,9 +18,9 @@ from loader.cli.text import note, print_json, print_line, printable
 from loader.errors import VerifyError, quoted
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import why_unknown
-from loader.loading import ModelFile
 from loader.model import open as open_model
 from loader.options import Access
+from loader.planning import ModelFile
 from loader.tensor import Tensor
 
 _MOST_NAMED = 5

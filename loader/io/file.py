@@ -7,8 +7,8 @@ import logging
 import os
 import stat
 import threading
-from types import TracebackType
 
+from loader._closing import Closing
 from loader._ffi import FileInfo, Memory, NativeError, NativeFile, Transfer, WritableBuffer
 from loader.errors import DirectIOError, ReadError, ShortReadError
 from loader.options import Access
@@ -32,7 +32,7 @@ def describe_errno(number: int) -> str:
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
 
 
-class File:
+class File(Closing):
     """A regular file, opened once for direct and buffered reads of the same inode.
 
     path: where it is; direct: whether to read directly where that is possible.
@@ -216,17 +216,6 @@ class File:
     @property
     def closed(self) -> bool:
         return self._native is None
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r}, {self.size} bytes>"

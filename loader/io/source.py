@@ -11,6 +11,7 @@ from loader.io.access import Decision, choose, disables_mmap
 from loader.io.file import File, describe_errno
 from loader.io.mapping import map_file
 from loader.options import Access
+from loader.report import FileAccess
 
 logger = logging.getLogger("loader")
 
@@ -22,6 +23,20 @@ class Source:
     file: File
     decision: Decision
     mapping: Memory | None
+
+    def access(self) -> FileAccess:
+        """The decision, for users."""
+        direct = self.decision.access == "direct"
+        memory_alignment, offset_alignment = self.file.alignments
+        return FileAccess(
+            path=self.file.path,
+            size=self.file.size,
+            requested=self.decision.requested,
+            access=self.decision.access,
+            reason=self.decision.reason,
+            memory_alignment=memory_alignment if direct else None,
+            offset_alignment=offset_alignment if direct else None,
+        )
 
 
 def decide(file: File, requested: tuple[Access, ...]) -> Source:

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 enum { SIZE = 300001, ROUNDS = 400, THREADS = 4 };
@@ -147,9 +148,43 @@ static void test_cursor(void)
     }
 }
 
-/* Requests that one system call can't take are cut: asking for 5 GiB of a
- * sparse file must not overflow anywhere. */
-static void test_large_requests(void)
+/* More than 2 GiB of address space over 64 MiB of memory, mapped again and again. */
+static uint8_t *alias_memory(uint64_t size)
+{
+    enum { PIECE = 64 << 20 };
+    int fd = memfd_create("alias", MFD_CLOEXEC);
+    CHECK(fd >= 0 && ftruncate(fd, PIECE) == 0);
+    uint8_t *memory = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    for (uint64_t at = 0; at < size; at += PIECE)
+        CHECK(mmap(memory + at, PIECE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) ==
+              memory + at);
+    close(fd);
+    return memory;
+}
+
+/* One request of more bytes than one system call takes (0x7ffff000). */
+static void test_more_than_one_call_takes(void)
+{
+    uint64_t length = (2ull << 30) + 12345, room = 33ull * (64 << 20);
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    CHECK(fd >= 0 && ftruncate(fd, (off_t)length) == 0);
+    CHECK(pwrite(fd, "end", 3, (off_t)length - 3) == 3);
+    close(fd);
+    uint8_t *memory = alias_memory(room);
+    for (int direct = 0; direct < 2; direct++) {
+        ld_file *file = open_file(direct);
+        struct ld_transfer transfer = {0};
+        CHECK(ld_file_pread(file, memory, room, length, 0, &transfer) == (int64_t)length);
+        CHECK(memcmp(memory + length - 3, "end", 3) == 0);
+        CHECK(transfer.bytes_direct + transfer.bytes_buffered >= length);
+        ld_file_close(file);
+    }
+    CHECK(munmap(memory, room) == 0);
+}
+
+/* Ranges past the end of a file of 5 GiB. */
+static void test_large_offsets(void)
 {
     uint64_t size = (5ull << 30) + 77;
     int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0600);
@@ -204,6 +239,7 @@ int main(int argc, char **argv)
     test_threads(EINVAL);
     test_threads(EFAULT);
     test_memory();
-    test_large_requests();
+    test_large_offsets();
+    test_more_than_one_call_takes();
     return 0;
 }
