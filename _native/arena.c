@@ -17,7 +17,7 @@ int ld_arena_open(uint64_t size, ld_memory **out)
     size_t length = (size_t)ld_align_up(size, LARGEST_PAGE);
     size_t reserved = length + HUGE_PAGE;
     uint8_t *mapping = ld_sys()->mmap(reserved, PROT_READ | PROT_WRITE,
-                                      MAP_PRIVATE | MAP_ANONYMOUS, -1);
+                                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapping == MAP_FAILED)
         return -errno;
     size_t before = (size_t)(ld_align_up((uintptr_t)mapping, HUGE_PAGE) - (uintptr_t)mapping);

@@ -103,10 +103,55 @@ static size_t fault_fread(void *buffer, size_t length, FILE *stream)
     return admit(LD_CALL_FREAD, &length) ? ld_sys_real.fread(buffer, length, stream) : 0;
 }
 
-static void *fault_mmap(size_t length, int protection, int flags, int fd)
+static void *fault_mmap(size_t length, int protection, int flags, int fd, off_t offset)
 {
-    return admit(LD_CALL_MMAP, NULL) ? ld_sys_real.mmap(length, protection, flags, fd)
+    return admit(LD_CALL_MMAP, NULL) ? ld_sys_real.mmap(length, protection, flags, fd, offset)
                                      : (void *)-1; /* MAP_FAILED */
+}
+
+static int fault_uring_setup(unsigned entries, struct ld_uring_params *params)
+{
+    return admit(LD_CALL_URING_SETUP, NULL) ? ld_sys_real.uring_setup(entries, params) : -1;
+}
+
+static int fault_uring_enter(int fd, unsigned submit, unsigned wait, unsigned flags)
+{
+    return admit(LD_CALL_URING_ENTER, NULL) ? ld_sys_real.uring_enter(fd, submit, wait, flags)
+                                            : -1;
+}
+
+static int fault_uring_register(int fd, unsigned opcode, void *argument, unsigned count)
+{
+    return admit(LD_CALL_URING_REGISTER, NULL)
+               ? ld_sys_real.uring_register(fd, opcode, argument, count)
+               : -1;
+}
+
+/* A completion that came back short is one whose count says so. */
+static ssize_t fault_uring_result(int32_t result)
+{
+    size_t count = result > 0 ? (size_t)result : 0;
+    if (!admit(LD_CALL_URING_RESULT, &count))
+        return -1;
+    return result > 0 ? (ssize_t)count : ld_sys_real.uring_result(result);
+}
+
+static int fault_eventfd(void)
+{
+    return admit(LD_CALL_EVENTFD, NULL) ? ld_sys_real.eventfd() : -1;
+}
+
+static int fault_poll(int fd, int milliseconds)
+{
+    return admit(LD_CALL_POLL, NULL) ? ld_sys_real.poll(fd, milliseconds) : -1;
+}
+
+static int fault_thread_create(pthread_t *thread, const pthread_attr_t *attributes,
+                               void *(*run)(void *), void *argument)
+{
+    return admit(LD_CALL_THREAD_CREATE, NULL)
+               ? ld_sys_real.thread_create(thread, attributes, run, argument)
+               : errno;
 }
 
 static int fault_madvise(void *address, size_t length, int advice)
@@ -142,6 +187,13 @@ static const struct ld_sys_table faulty = {
     .mmap = fault_mmap,
     .madvise = fault_madvise,
     .mlock = fault_mlock,
+    .uring_setup = fault_uring_setup,
+    .uring_enter = fault_uring_enter,
+    .uring_register = fault_uring_register,
+    .uring_result = fault_uring_result,
+    .eventfd = fault_eventfd,
+    .poll = fault_poll,
+    .thread_create = fault_thread_create,
     .realloc = fault_realloc,
     .aligned_alloc = fault_aligned_alloc,
 };

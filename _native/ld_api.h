@@ -25,6 +25,13 @@ enum ld_call {
     LD_CALL_MADVISE,
     LD_CALL_MLOCK,
     LD_CALL_ALLOC,
+    LD_CALL_URING_SETUP,
+    LD_CALL_URING_ENTER,
+    LD_CALL_URING_REGISTER,
+    LD_CALL_URING_RESULT,
+    LD_CALL_EVENTFD,
+    LD_CALL_POLL,
+    LD_CALL_THREAD_CREATE,
     LD_CALL_END
 };
 
@@ -205,3 +212,49 @@ int ld_gguf_strings(const uint8_t *bytes, uint64_t length, uint64_t offset, uint
  * of the first block with a NaN or infinite value or scale, 0 when there is
  * none, -EOPNOTSUPP for a type without a rule, -EINVAL for a broken block. */
 int ld_rows_check(uint32_t type, const uint8_t *data, uint64_t length, uint64_t *block);
+
+/* --- Queues (queue.c, method_*.c) ------------------------------------------- */
+enum ld_operation {
+    LD_OP_READ = 1, /* of a file, positional, as ld_file_pread */
+    LD_OP_POPULATE, /* fresh memory: gives it its pages */
+    LD_OP_PREFETCH, /* of a mapping, as ld_map_prefetch */
+    LD_OP_CHECK     /* tensor data, as ld_rows_check */
+};
+
+struct ld_request {
+    int32_t operation;
+    uint32_t type;               /* CHECK: the ggml type */
+    ld_file *file;               /* READ; stays open until the queue is drained */
+    const ld_memory *map;        /* PREFETCH; likewise */
+    void *address;
+    uint64_t room;               /* READ */
+    uint64_t length;             /* bytes; for READ inside the file */
+    uint64_t offset;             /* READ, PREFETCH */
+    uint64_t tag;                /* the caller's own */
+    struct ld_transfer transfer; /* READ: its flags go in, its counts come out */
+    /* READ: -errno, or bytes; fewer than length when a signal came: the rest is
+     * to be asked for again. CHECK: as ld_rows_check. POPULATE and
+     * PREFETCH: 0 or -errno. */
+    int64_t result;
+    uint64_t block;              /* CHECK */
+};
+
+enum ld_method_id {
+    LD_METHOD_SYNC = 1, /* one after the other, while the user waits */
+    LD_METHOD_THREADS,
+    LD_METHOD_URING
+};
+
+typedef struct ld_queue ld_queue;
+
+/* Room for `capacity` requests. workers: threads for what the method doesn't do
+ * itself; at least 1 for THREADS and URING, none for SYNC. A method that can't
+ * be had gives -errno. A queue is for one thread. */
+int ld_queue_open(int method, uint32_t capacity, uint32_t workers, ld_queue **out);
+/* -EAGAIN when `capacity` requests are neither done nor fetched. */
+int ld_queue_submit(ld_queue *queue, const struct ld_request *request);
+/* Fetches a request that is done: 1; 0 after that many milliseconds without
+ * one; -EINTR when a signal came. */
+int ld_queue_wait(ld_queue *queue, int milliseconds, struct ld_request *out);
+/* Waits for what is under way, drops the rest and closes. */
+void ld_queue_close(ld_queue *queue);

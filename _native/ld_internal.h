@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #endif
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -31,9 +32,18 @@ struct ld_sys_table {
     FILE *(*fopencookie)(void *cookie, cookie_io_functions_t functions); /* for reading */
     int (*fseek)(FILE *stream, off_t offset);
     size_t (*fread)(void *buffer, size_t length, FILE *stream);
-    void *(*mmap)(size_t length, int protection, int flags, int fd);
+    void *(*mmap)(size_t length, int protection, int flags, int fd, off_t offset);
     int (*madvise)(void *address, size_t length, int advice);
     int (*mlock)(const void *address, size_t length);
+    int (*uring_setup)(unsigned entries, struct ld_uring_params *params);
+    int (*uring_enter)(int fd, unsigned submit, unsigned wait, unsigned flags);
+    int (*uring_register)(int fd, unsigned opcode, void *argument, unsigned count);
+    /* What a completion says: -1 with errno, or a count, as of a read. */
+    ssize_t (*uring_result)(int32_t result);
+    int (*eventfd)(void);
+    int (*poll)(int fd, int milliseconds); /* for reading */
+    int (*thread_create)(pthread_t *thread, const pthread_attr_t *attributes,
+                         void *(*run)(void *), void *argument);
     void *(*realloc)(void *old, size_t size);
     void *(*aligned_alloc)(size_t alignment, size_t size);
 };
@@ -72,6 +82,65 @@ int ld_file_buffered_fd(struct ld_file *file);
 int ld_reopen(int fd, int flags);
 /* pread that retries EAGAIN a bounded number of times; a count or -errno. */
 ssize_t ld_pread_retrying(bool direct, int fd, void *buffer, size_t length, uint64_t offset);
+
+/* How many bytes one direct read into `address` would ask for, with the last
+ * block whole; 0 when the request can't be one direct read. */
+uint64_t ld_file_straight(const struct ld_file *file, const struct ld_request *request);
+
+/* --- Queues ------------------------------------------------------------------ */
+enum { LD_NO_SLOT = UINT32_MAX, LD_MOST_WORKERS = 64 };
+
+struct ld_slot {
+    struct ld_request request; /* its result is what was read so far */
+    uint32_t next;
+};
+
+struct ld_slots { /* a list */
+    uint32_t first;
+    uint32_t last;
+};
+
+struct ld_queue {
+    const struct ld_method *method;
+    struct ld_slot *slots;
+    uint32_t capacity;
+    pthread_mutex_t lock; /* of the lists, `closing` and the slots in them */
+    pthread_cond_t work;
+    struct ld_slots free;
+    struct ld_slots waiting; /* for a worker, or for `wait` where there are none */
+    struct ld_slots done;
+    bool closing;
+    int event_fd; /* is written to when something is done */
+    uint32_t n_workers;
+    pthread_t workers[LD_MOST_WORKERS];
+    struct ld_uring *uring;
+};
+
+/* What a method does with requests. Each of them is called by the one thread
+ * that uses the queue. */
+struct ld_method {
+    int (*open)(struct ld_queue *queue);
+    /* Takes charge of a slot that holds a request. */
+    void (*start)(struct ld_queue *queue, uint32_t slot);
+    /* Puts what is done into the list of done slots, without waiting. */
+    void (*collect)(struct ld_queue *queue);
+    /* Waits for what can't be called back, starts nothing more, and releases. */
+    void (*close)(struct ld_queue *queue);
+};
+
+extern const struct ld_method ld_method_sync;
+extern const struct ld_method ld_method_threads;
+extern const struct ld_method ld_method_uring;
+
+/* The synchronous executor: does what is left of a request, here and now. */
+void ld_request_run(struct ld_request *request);
+void ld_queue_put(struct ld_queue *queue, struct ld_slots *list, uint32_t slot);
+uint32_t ld_queue_take(struct ld_queue *queue, struct ld_slots *list);
+/* Hands a slot to the workers; to the user of the queue. */
+void ld_queue_delegate(struct ld_queue *queue, uint32_t slot);
+void ld_queue_finish(struct ld_queue *queue, uint32_t slot);
+int ld_workers_open(struct ld_queue *queue);
+void ld_workers_close(struct ld_queue *queue);
 
 /* --- Memory ---------------------------------------------------------------- */
 struct ld_memory {

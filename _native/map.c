@@ -14,7 +14,7 @@ int ld_map_open(ld_file *file, ld_memory **out)
     int fd = file->direct_fd >= 0 ? file->direct_fd : ld_file_buffered_fd(file);
     if (fd < 0)
         return fd;
-    void *mapping = ld_sys()->mmap((size_t)file->size, PROT_READ, MAP_SHARED, fd);
+    void *mapping = ld_sys()->mmap((size_t)file->size, PROT_READ, MAP_SHARED, fd, 0);
     if (mapping == MAP_FAILED)
         return -errno;
     return ld_memory_wrap(mapping, (size_t)file->size, mapping, file->size, out);

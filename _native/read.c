@@ -269,6 +269,25 @@ static int64_t run(struct span *span)
     return error != 0 ? error : (int64_t)span->done;
 }
 
+uint64_t ld_file_straight(const struct ld_file *file, const struct ld_request *request)
+{
+    struct ld_transfer transfer = request->transfer;
+    uint64_t done = (uint64_t)request->result;
+    struct span span = {
+        .file = (struct ld_file *)file,
+        .transfer = &transfer,
+        .destination = request->address,
+        .room = request->room,
+        .length = request->length,
+        .offset = request->offset,
+        .done = done,
+    };
+    if (!direct_is_on(&span))
+        return 0;
+    uint64_t n = straight_length(&span);
+    return n >= request->length - done ? n : 0;
+}
+
 int64_t ld_file_pread(ld_file *file, void *destination, uint64_t room, uint64_t length,
                       uint64_t offset, struct ld_transfer *transfer)
 {

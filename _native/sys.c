@@ -1,8 +1,11 @@
 /* The system calls behind ld_sys(). */
 #include "ld_internal.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -47,9 +50,43 @@ static size_t sys_fread(void *buffer, size_t length, FILE *stream)
     return fread(buffer, 1, length, stream);
 }
 
-static void *sys_mmap(size_t length, int protection, int flags, int fd)
+static void *sys_mmap(size_t length, int protection, int flags, int fd, off_t offset)
 {
-    return mmap(NULL, length, protection, flags, fd, 0);
+    return mmap(NULL, length, protection, flags, fd, offset);
+}
+
+static int sys_uring_setup(unsigned entries, struct ld_uring_params *params)
+{
+    return (int)syscall(SYS_io_uring_setup, entries, params);
+}
+
+static int sys_uring_enter(int fd, unsigned submit, unsigned wait, unsigned flags)
+{
+    return (int)syscall(SYS_io_uring_enter, fd, submit, wait, flags, NULL, 0);
+}
+
+static int sys_uring_register(int fd, unsigned opcode, void *argument, unsigned count)
+{
+    return (int)syscall(SYS_io_uring_register, fd, opcode, argument, count);
+}
+
+static ssize_t sys_uring_result(int32_t result)
+{
+    if (result >= 0)
+        return result;
+    errno = -result;
+    return -1;
+}
+
+static int sys_eventfd(void)
+{
+    return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+}
+
+static int sys_poll(int fd, int milliseconds)
+{
+    struct pollfd entry = {.fd = fd, .events = POLLIN};
+    return poll(&entry, 1, milliseconds);
 }
 
 const struct ld_sys_table ld_sys_real = {
@@ -65,6 +102,13 @@ const struct ld_sys_table ld_sys_real = {
     .mmap = sys_mmap,
     .madvise = madvise,
     .mlock = mlock,
+    .uring_setup = sys_uring_setup,
+    .uring_enter = sys_uring_enter,
+    .uring_register = sys_uring_register,
+    .uring_result = sys_uring_result,
+    .eventfd = sys_eventfd,
+    .poll = sys_poll,
+    .thread_create = pthread_create,
     .realloc = realloc,
     .aligned_alloc = aligned_alloc,
 };

@@ -178,10 +178,6 @@ class Memory:
             "data": (self.address, not self.writable),
         }
 
-    def prefetch(self, offset: int, length: int) -> None:
-        """Of a mapping: reads the range into memory."""
-        _checked(lib.ld_map_prefetch(self._memory, offset, length))
-
     def lock(self, offset: int, length: int) -> None:
         """Locks the range into physical memory."""
         _checked(lib.ld_memory_lock(self._memory, offset, length))
@@ -192,6 +188,95 @@ def allocate(size: int) -> Memory:
     out = ffi.new("ld_memory **")
     _checked(lib.ld_arena_open(size, out))
     return Memory(out[0], writable=True)
+
+
+# --- Queues ---------------------------------------------------------------------
+
+
+class Done(NamedTuple):
+    """A request of a queue that is done; see struct ld_request for the result."""
+
+    tag: int
+    result: int
+    block: int
+    transfer: Transfer
+
+
+class Queue:
+    """One `ld_queue`, for one thread. Close it before the memory and files of its requests go."""
+
+    def __init__(self, method: str, *, capacity: int, workers: int) -> None:
+        out = ffi.new("ld_queue **")
+        number = getattr(lib, f"LD_METHOD_{method.upper()}")
+        _checked(lib.ld_queue_open(number, capacity, workers, out))
+        self._queue = ffi.gc(out[0], lib.ld_queue_close)
+        self._request = ffi.new("struct ld_request *")
+        # Kept until the queue is drained.
+        self._files: set[NativeFile] = set()
+        self._mappings: set[Memory] = set()
+
+    def read(
+        self, file: NativeFile, address: int, room: int, length: int, offset: int, tag: int,
+        *, direct_required: bool, buffered_only: bool,
+    ) -> None:  # fmt: skip
+        """Submits a read, as NativeFile.pread."""
+        request = self._new(lib.LD_OP_READ, address, length, tag)
+        self._files.add(file)
+        request.file = file._file
+        request.room = room
+        request.offset = offset
+        request.transfer.direct_required = direct_required
+        request.transfer.buffered_only = buffered_only
+        _checked(lib.ld_queue_submit(self._queue, request))
+
+    def populate(self, address: int, length: int, tag: int) -> None:
+        """Submits fresh memory to be given its pages."""
+        request = self._new(lib.LD_OP_POPULATE, address, length, tag)
+        _checked(lib.ld_queue_submit(self._queue, request))
+
+    def prefetch(self, mapping: Memory, offset: int, length: int, tag: int) -> None:
+        """Submits a range of a mapping to be read into memory."""
+        request = self._new(lib.LD_OP_PREFETCH, 0, length, tag)
+        request.map = mapping._memory
+        request.offset = offset
+        self._mappings.add(mapping)
+        _checked(lib.ld_queue_submit(self._queue, request))
+
+    def check(self, type_id: int, address: int, length: int, tag: int) -> None:
+        """Submits tensor data to be checked."""
+        request = self._new(lib.LD_OP_CHECK, address, length, tag)
+        request.type = type_id
+        _checked(lib.ld_queue_submit(self._queue, request))
+
+    def _new(self, operation: int, address: int, length: int, tag: int) -> Any:
+        request = self._request
+        ffi.memmove(request, _EMPTY_REQUEST, ffi.sizeof("struct ld_request"))
+        request.operation = operation
+        request.address = ffi.cast("void *", address)
+        request.length = length
+        request.tag = tag
+        return request
+
+    def wait(self, milliseconds: int) -> Done | None:
+        """A request that is done, or None after that time or when a signal came."""
+        found = lib.ld_queue_wait(self._queue, milliseconds, self._request)
+        if found == 1:
+            done = self._request
+            transfer = Transfer()
+            transfer._struct[0] = done.transfer
+            return Done(done.tag, done.result, done.block, transfer)
+        if found < 0 and found != -errno.EINTR:
+            raise NativeError(-found)
+        return None
+
+    def close(self) -> None:
+        """Waits for what is under way and drops the rest."""
+        ffi.release(self._queue)
+        self._files.clear()
+        self._mappings.clear()
+
+
+_EMPTY_REQUEST = ffi.new("struct ld_request *")
 
 
 class WritableBuffer:

@@ -5,29 +5,30 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
-import numpy.typing as npt
 
 from loader._ffi import Memory, NativeError
-from loader.errors import DeviceUnavailableError, LoadCancelled, ReadError
-from loader.gguf.checks import check_data
+from loader.errors import DeviceUnavailableError, LoadCancelled, quoted
+from loader.gguf.checks import invalid_data
 from loader.gguf.tensors import TensorInfo
 from loader.io.arena import allocate_arena
 from loader.io.file import describe_errno, log_fallback
-from loader.io.mapping import prefetch
-from loader.io.ranges import Extent, align_up, chunks, place
-from loader.options import LoadOptions, Progress
+from loader.io.queue import open_queue
+from loader.io.ranges import place
+from loader.options import LoadOptions, Method, Progress
 from loader.planning import OpenModel, Part, fit_into_memory, plan, refuse_unknown, select
-from loader.report import Fallback, FileReport, LoadReport
-from loader.tensor import Tensor, Weights
+from loader.reading import Batch, Figures, Reading
+from loader.report import Fallback, FileReport, LoadReport, Phases
+from loader.tensor import Buffers, Tensor, Weights
 
 logger = logging.getLogger("loader")
 
 _PROGRESS_SECONDS = 0.05
 _LOCK_BYTES = 64 << 20
+_STREAM_SHARE = 4  # a stream reads so many batches ahead
 
 
 class _Ticker:
@@ -62,83 +63,173 @@ class _Ticker:
 
 def load(model: OpenModel, options: LoadOptions) -> Weights:
     """Loads the chosen tensors of an open model."""
-    started = time.perf_counter()
+    wanted = choose(model, options)
+    return load_tensors(model, wanted, options)
+
+
+def choose(model: OpenModel, options: LoadOptions) -> list[TensorInfo]:
+    """The tensors that the options ask for, all of which can be loaded."""
     if options.device != "cpu":
         raise DeviceUnavailableError(
             f"device {options.device!r} is not available; this version loads to 'cpu'"
         )
     wanted = select(model.tensors, options.names)
     refuse_unknown(model, wanted)
-    parts, arena_size = plan(model, wanted)
-    if options.no_alloc:
-        return Weights({}, _report(model, parts, wanted, options, started, arena_size))
-    arena_size = fit_into_memory(model, parts, arena_size)
+    return wanted
 
-    arena = allocate_arena(arena_size) if arena_size else None
-    _read(parts, arena, options)
-    loaded = {info.name: tensor for part in parts for info, tensor in _views(part, arena)}
-    tensors = {info.name: loaded[info.name] for info in wanted}
-    if options.check_tensors:
-        check_data(model.name, ((t.info, t.numpy()) for t in tensors.values()))
+
+def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOptions) -> Weights:
+    """Loads tensors, which may be parts of those in the file."""
+    started = time.perf_counter()
+    given, arena = _destinations(wanted, options.into)
+    parts, size = plan(model, wanted, given)
+    if isinstance(options.into, Buffers) and arena is not None:
+        expected = {name: array.ctypes.data for name, array in options.into.items() if array.size}
+        if expected != _addresses(parts, arena):
+            # The file is mapped, or can't be read as when the buffers were made.
+            given, arena = options.into, None
+            parts, size = plan(model, wanted, given)
+    if options.no_alloc:
+        report = _report(model, parts, wanted, options, started, size, None, None)
+        return Weights({}, report)
+    if arena is None:
+        size = fit_into_memory(model, parts, size)
+    elif arena.nbytes < size:
+        raise ValueError(f"into: {size} bytes are needed, the weights' memory has {arena.nbytes}")
+
+    batch = Batch(parts, size, arena)
+    ticker = _Ticker(options.progress, sum(part.bytes for part in parts))
+    reading = _open_reading([batch], options)
+    try:
+        ready = [tensor for _, tensor in reading.run(ticker.advance)]
+    finally:
+        for part in parts:
+            log_fallback(part.source.file, part.moved)
+    ticker.finish()
+    invalid = {t.info.name: t.invalid for t in ready if t.invalid is not None}
+    if invalid:
+        raise invalid_data(model.name, {n: invalid[n] for n in model.tensors.in_order(invalid)})
     if options.mlock:
-        _lock(parts, arena)
-    return Weights(tensors, _report(model, parts, wanted, options, started, arena_size))
+        _lock(parts, batch.arena)
+    views = dict(_views(batch))
+    tensors = {info.name: views[info.name] for info in wanted}
+    report = _report(model, parts, wanted, options, started, size, reading.figures, reading.method)
+    return Weights(tensors, report, batch.arena)
+
+
+def stream(
+    model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOptions
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields tensors as they become ready, in memory that goes when they go."""
+    limit = options.tuning.memory_limit
+    batches = (Batch(*plan(model, group)) for group in _groups(wanted, limit // _STREAM_SHARE))
+    ticker = _Ticker(options.progress, sum(info.nbytes or 0 for info in wanted))
+    reading = _open_reading(batches, options)
+    views: dict[int, dict[str, Tensor]] = {}
+    for batch, wanted_tensor in reading.run(ticker.advance):
+        name = wanted_tensor.info.name
+        if wanted_tensor.invalid is not None:
+            raise invalid_data(model.name, {name: wanted_tensor.invalid})
+        if id(batch) not in views:
+            views[id(batch)] = dict(_views(batch))
+        tensor = views[id(batch)].pop(name)
+        if not views[id(batch)]:
+            del views[id(batch)]
+            for part in batch.parts:
+                log_fallback(part.source.file, part.moved)
+            batch.arena = None
+        yield name, tensor
+        del tensor
+    ticker.finish()
+
+
+def empty(model: OpenModel, wanted: Sequence[TensorInfo]) -> Buffers:
+    """Memory for tensors, laid out as a load would do it."""
+    parts, size = plan(model, wanted, mapped=False)
+    arena = allocate_arena(size) if size else None
+    views = dict(_views(Batch(parts, size, arena)))
+    return Buffers({info.name: views[info.name] for info in wanted}, arena)
 
 
 # --- Reading ---------------------------------------------------------------------
 
 
-def _read(parts: Sequence[Part], arena: Memory | None, options: LoadOptions) -> None:
-    ticker = _Ticker(options.progress, sum(part.bytes for part in parts))
-    for part in parts:
-        try:
-            for extent in part.extents:
-                _read_extent(part, extent, arena, ticker, options.chunk)
-        except ReadError as error:
-            raise error.in_tensor(_tensor_at(part.tensors, error.offset)) from None
-        finally:
-            log_fallback(part.source.file, part.transfer)
-    ticker.finish()
+def _open_reading(batches: Iterable[Batch], options: LoadOptions) -> Reading:
+    tuning = options.tuning
+    queue, method = open_queue(tuning.method, tuning.depth)
+    return Reading(
+        batches,
+        queue,
+        method=method,
+        depth=tuning.depth,
+        chunk_bytes=tuning.chunk_bytes,
+        check=options.check_tensors,
+        read_ahead=tuning.memory_limit,
+    )
 
 
-def _read_extent(
-    part: Part, extent: Extent, arena: Memory | None, ticker: _Ticker, chunk_bytes: int
-) -> None:
-    file = part.source.file
-    for start, length in chunks(extent, align_up(chunk_bytes, file.alignments[1])):
-        if part.mapping is not None:
-            prefetch(file, part.mapping, start, length)
-        elif arena is not None:
-            into = start - extent.offset
-            # Whole blocks may be written up to the end of the extent's room, and
-            # no further than this chunk when there is another one.
-            room = extent.room - into if start + length == extent.end else length
-            address = arena.address + extent.position + into
-            file.pread_to(address, room, length, start, part.transfer)
-        ticker.advance(length)
+def _groups(wanted: Sequence[TensorInfo], most: int) -> Iterator[list[TensorInfo]]:
+    """Tensors in the order in which they lie in their files, in groups of up to `most` bytes, or
+    one that has more."""
+    group: list[TensorInfo] = []
+    nbytes = 0
+    for info in sorted(wanted, key=lambda info: (info.file, info.offset)):
+        if group and (nbytes + (info.nbytes or 0) > most or info.file != group[0].file):
+            yield group
+            group, nbytes = [], 0
+        group.append(info)
+        nbytes += info.nbytes or 0
+    if group:
+        yield group
 
 
-def _tensor_at(tensors: Iterable[TensorInfo], offset: int | None) -> str | None:
-    """The tensor that holds the byte at `offset`, or the first one after it."""
-    if offset is None:
-        return None
-    after = [t for t in tensors if t.nbytes and t.offset + t.nbytes > offset]
-    return min(after, key=lambda info: info.offset).name if after else None
+def _destinations(
+    wanted: Sequence[TensorInfo], into: object
+) -> tuple[Mapping[str, object], Memory | None]:
+    """Memory of the caller's by name, or an arena that is used again as a whole."""
+    if into is None:
+        return {}, None
+    names = {info.name for info in wanted}
+    if isinstance(into, Weights):
+        if into.arena is None:
+            raise ValueError("into: these weights have no memory of their own; they were mapped")
+        return {}, into.arena
+    if isinstance(into, Buffers) and into.keys() == names:
+        return {}, into.arena
+    if not isinstance(into, Mapping):
+        raise TypeError(f"into must be a mapping from name to buffer, or Weights, not {into!r}")
+    if strange := [name for name in into if name not in names]:
+        raise ValueError(f"into: tensor {quoted(str(strange[0]))} is not loaded")
+    return into, None
+
+
+def _addresses(parts: Iterable[Part], arena: Memory) -> dict[str, int]:
+    return {
+        info.name: arena.address + place(part.extents, info.offset)
+        for part in parts
+        if part.source.mapping is None
+        for info in part.tensors
+        if info.nbytes
+    }
 
 
 # --- What comes out ----------------------------------------------------------------
 
 
-def _views(part: Part, arena: Memory | None) -> Iterable[tuple[TensorInfo, Tensor]]:
-    memory = part.mapping if part.mapping is not None else arena
-    whole: npt.NDArray[np.uint8] = np.empty(0, np.uint8) if memory is None else np.asarray(memory)
-    for info in part.tensors:
-        start, nbytes = info.offset, info.nbytes or 0
-        if nbytes == 0:
-            start = 0  # an empty tensor has no place in memory
-        elif part.mapping is None:
-            start = place(part.extents, start)
-        yield info, Tensor(info, whole[start : start + nbytes])
+def _views(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    for part in batch.parts:
+        mapping = part.source.mapping
+        memory = batch.arena if mapping is None else mapping
+        whole = np.empty(0, np.uint8) if memory is None else np.asarray(memory)
+        for info in part.tensors:
+            start, nbytes = info.offset, info.nbytes or 0
+            if nbytes == 0:
+                start = 0  # an empty tensor has no place in memory
+            elif mapping is None:
+                start = place(part.extents, start)
+            yield info.name, Tensor(info, whole[start : start + nbytes])
+        for given in part.given:
+            yield given.info.name, Tensor(given.info, given.array())
 
 
 def _held(parts: Sequence[Part], arena: Memory | None) -> Iterator[tuple[Memory, int, int]]:
@@ -146,9 +237,9 @@ def _held(parts: Sequence[Part], arena: Memory | None) -> Iterator[tuple[Memory,
     if arena is not None:
         yield arena, 0, arena.nbytes
     for part in parts:
-        if part.mapping is not None:
+        if part.source.mapping is not None:
             for extent in part.extents:
-                yield part.mapping, extent.offset, extent.length
+                yield part.source.mapping, extent.offset, extent.length
 
 
 def _lock(parts: Sequence[Part], arena: Memory | None) -> None:
@@ -174,34 +265,48 @@ def _report(
     wanted: Sequence[TensorInfo],
     options: LoadOptions,
     started: float,
-    arena_size: int,
+    size: int,
+    figures: Figures | None,
+    method: Method | None,
 ) -> LoadReport:
-    moved = not options.no_alloc
-    transfers = [part.transfer for part in parts] + [part.header.transfer for part in parts]
-    reads = any(part.mapping is None for part in parts)
+    moved = [part.moved for part in parts] + [part.header.moved for part in parts]
+    reads = figures is not None and any(part.source.mapping is None for part in parts)
+    seconds = time.perf_counter() - started
     return LoadReport(
         model=model.name,
         files=tuple(_file_report(part) for part in parts),
         tensors=len(wanted),
         bytes=sum(info.nbytes or 0 for info in wanted),
-        bytes_direct=sum(transfer.bytes_direct for transfer in transfers),
-        bytes_buffered=sum(transfer.bytes_buffered for transfer in transfers),
-        bytes_mapped=sum(p.bytes for p in parts if p.mapping is not None) if moved else 0,
-        bytes_bounced=sum(transfer.bytes_bounced for transfer in transfers),
+        bytes_direct=sum(part.bytes_direct for part in moved),
+        bytes_buffered=sum(part.bytes_buffered for part in moved),
+        bytes_mapped=sum(part.bytes_mapped for part in parts),
+        bytes_bounced=sum(part.bytes_bounced for part in moved),
         open_seconds=model.open_seconds,
-        seconds=time.perf_counter() - started,
-        method="sync" if reads else None,
-        depth=1 if reads else None,
-        chunk_bytes=options.chunk if reads else None,
+        seconds=seconds,
+        method=method if reads else None,
+        depth=options.tuning.depth if reads else None,
+        chunk_bytes=options.tuning.chunk_bytes if reads else None,
         device=options.device,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        memory_bytes=arena_size,
+        memory_bytes=size,
+        phases=_phases(model, seconds, figures or Figures()),
+    )
+
+
+def _phases(model: OpenModel, seconds: float, figures: Figures) -> Phases:
+    return Phases(
+        open=model.open_seconds,
+        plan=max(seconds - figures.reading, 0),
+        read=figures.reading,
+        wait=figures.waiting,
+        populate=figures.populating,
+        validate=figures.checking,
+        requests=figures.requests,
+        mean_in_flight=figures.in_flight / figures.reading if figures.reading else 0.0,
     )
 
 
 def _file_report(part: Part) -> FileReport:
-    fallback = None
-    for used in (part.header.transfer, part.transfer):  # that of the load counts more
-        if used.fallback_errno:
-            fallback = Fallback(errno=used.fallback_errno, offset=used.fallback_offset)
+    found = part.moved.fallback or part.header.moved.fallback  # that of the load counts more
+    fallback = None if found is None else Fallback(errno=found[0], offset=found[1])
     return FileReport(**asdict(part.source.access()), fallback=fallback)

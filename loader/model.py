@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from gguf import Keys
@@ -16,10 +17,17 @@ from loader.gguf.metadata import Metadata
 from loader.gguf.tensors import TensorInfo
 from loader.io.file import File
 from loader.io.source import decide
-from loader.loading import load as execute
-from loader.options import AccessRequest, LoadKeywords, LoadOptions, MetadataValue, OpenOptions
-from loader.planning import ModelFile, OpenFile, OpenModel
-from loader.tensor import Weights
+from loader.loading import choose, empty, load as execute, load_tensors, stream
+from loader.options import (
+    AccessRequest,
+    LoadKeywords,
+    LoadOptions,
+    MetadataValue,
+    OpenOptions,
+    Selection,
+)
+from loader.planning import ModelFile, OpenFile, OpenModel, rows
+from loader.tensor import Buffers, Tensor, Weights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,7 +64,16 @@ class Model(Closing):
         values or scales; mlock: lock the memory; no_alloc: read nothing, and
         return empty Weights whose report has the memory figures; progress:
         called with bytes done and total, the load is cancelled (LoadCancelled)
-        when it returns False; chunk_bytes: the size of one read.
+        when it returns False; into: memory to read to, see below; method: "auto",
+        or, as a demand, "io_uring", "threads" or "sync" (one read at a time);
+        depth: how many reads are under way at once; chunk_bytes: the size of one.
+
+        into: a mapping from name to a writable buffer (an array, a memoryview, the
+        result of `empty`), or an earlier Weights, whose memory is used again:
+        tensors of it that somebody still holds then show the new data. Tensors
+        that are loaded but not in the mapping get memory of their own. ValueError,
+        before anything is read, for names that aren't loaded and for buffers that
+        are read-only, overlap or have another size.
 
         Tensors of one load share one memory; see Tensor. Raises ValueError for an
         unknown name and for a closed model, UnsupportedFormatError for a tensor of
@@ -66,10 +83,54 @@ class Model(Closing):
         return self._load(LoadOptions(**options))
 
     def _load(self, options: LoadOptions) -> Weights:
+        with frames_released():
+            return execute(self._opened(), options)
+
+    def _opened(self) -> OpenModel:
         if self._open is None:
             raise ValueError("this model is closed; open it again to load from it")
+        return self._open
+
+    def stream(self, **options: Unpack[LoadKeywords]) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, Tensor) for each tensor as it becomes ready.
+
+        Tensors that lie together share memory, which is freed when the last of
+        them is gone; memory_limit (bytes) bounds how far is read ahead of the
+        caller. Leaving the loop early ends what is under way. The options are
+        those of `load` but for into, mlock and no_alloc. With check_tensors,
+        an invalid tensor is a TensorDataError in its place.
+        """
+        chosen = LoadOptions(**options)
+        for option in ("into", "mlock", "no_alloc"):
+            if option in options:
+                raise TypeError(f"{option} makes no sense for a stream")
+        opened = self._opened()
+        return _stream(opened, choose(opened, chosen), chosen)
+
+    def read_rows(
+        self, name: str, start: int, stop: int, **options: Unpack[LoadKeywords]
+    ) -> Tensor:
+        """A part of a tensor on its outermost axis: rows of a matrix, experts of a stack.
+
+        The result has the shape (stop - start, ...) and memory of its own (or is
+        mapped). Of a tensor with one axis and of block type, start and stop are
+        at whole blocks. ValueError for an unknown name and for what isn't
+        inside the tensor. Options as for `load`.
+        """
+        if "names" in options:
+            raise TypeError("read_rows takes one name")
+        chosen = replace(LoadOptions(**options), names=[name])
+        opened = self._opened()
+        (info,) = choose(opened, chosen)
+        part = rows(info, start, stop)
         with frames_released():
-            return execute(self._open, options)
+            return load_tensors(opened, [part], chosen)[name]
+
+    def empty(self, names: Selection | None = None) -> Buffers:
+        """Memory for tensors by name, of the shapes and types of `Tensor.numpy`, placed so that
+        direct reads go straight in: for `load(into=...)` with the same names."""
+        opened = self._opened()
+        return empty(opened, choose(opened, LoadOptions(names=names)))
 
     def close(self) -> None:
         """Closes the files. Tensors that were loaded, metadata and infos stay valid."""
@@ -77,6 +138,13 @@ class Model(Closing):
 
     def __repr__(self) -> str:
         return f"<Model {self.files[0].path!r}, {len(self.tensors)} tensors>"
+
+
+def _stream(
+    model: OpenModel, wanted: list[TensorInfo], options: LoadOptions
+) -> Iterator[tuple[str, Tensor]]:
+    with frames_released():
+        yield from stream(model, wanted, options)
 
 
 def _open(path: PathLike, options: OpenOptions) -> tuple[Header, OpenModel]:

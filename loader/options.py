@@ -13,6 +13,8 @@ from typing import Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 Access: TypeAlias = Literal["direct", "mmap", "buffered"]
 AccessRequest: TypeAlias = Literal["auto", "direct", "mmap", "buffered"] | Sequence[Access]
+Method: TypeAlias = Literal["io_uring", "threads", "sync"]
+MethodRequest: TypeAlias = Literal["auto", "io_uring", "threads", "sync"]
 MetadataValue: TypeAlias = bool | int | float | str
 Progress: TypeAlias = Callable[[int, int], object]
 # Names, or a predicate that takes a TensorInfo.
@@ -20,12 +22,17 @@ Selection: TypeAlias = Iterable[str] | Callable[..., object]
 
 _T = TypeVar("_T")
 
+METHODS: tuple[MethodRequest, ...] = get_args(MethodRequest)
 MODES: tuple[Access, ...] = get_args(Access)
 AUTO: tuple[Access, ...] = ("direct", "mmap", "buffered")
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 LARGEST_CHUNK_BYTES = 1 << 30
 CHUNK_UNIT = 4096
+DEFAULT_DEPTH = 8
+LARGEST_DEPTH = 128
+DEFAULT_MEMORY_LIMIT = 256 << 20
+SMALLEST_MEMORY_LIMIT = 1 << 20
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -94,20 +101,43 @@ def resolve_access(access: AccessRequest | None) -> tuple[Access, ...]:
 
 
 def _check_chunk_bytes(value: object) -> int:
+    size = _check_int("chunk_bytes", value)
+    if not 0 < size <= LARGEST_CHUNK_BYTES or size % CHUNK_UNIT:
+        raise ValueError(f"chunk_bytes must be a multiple of 4096 up to 1 GiB, not {size}")
+    return size
+
+
+def _check_depth(value: object) -> int:
+    depth = _check_int("depth", value)
+    if not 0 < depth <= LARGEST_DEPTH:
+        raise ValueError(f"depth must be from 1 to {LARGEST_DEPTH}, not {depth}")
+    return depth
+
+
+def _check_memory_limit(value: object) -> int:
+    limit = _check_int("memory_limit", value)
+    if limit < SMALLEST_MEMORY_LIMIT:
+        raise ValueError(f"memory_limit must be at least 1 MiB, not {limit} bytes")
+    return limit
+
+
+def _check_method(value: object) -> MethodRequest:
+    method = next((known for known in METHODS if known == value), None)
+    if method is None:
+        raise ValueError(f"unknown method {value!r}; choose from {', '.join(METHODS)}")
+    return method
+
+
+def _check_int(option: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"chunk_bytes must be a number of bytes, not {value!r}")
-    if not 0 < value <= LARGEST_CHUNK_BYTES or value % CHUNK_UNIT:
-        raise ValueError(f"chunk_bytes must be a multiple of 4096 up to 1 GiB, not {value}")
+        raise TypeError(f"{option} must be an int, not {value!r}")
     return value
 
 
-def resolve_chunk_bytes(value: int | None) -> int:
-    """The size of one read asked for by an argument, GGUF_DIO_CHUNK, or the default."""
-    if value is not None:
-        return _check_chunk_bytes(value)
-    return _from_environment(
-        "GGUF_DIO_CHUNK", lambda text: _check_chunk_bytes(parse_size(text)), DEFAULT_CHUNK_BYTES
-    )
+def _parse_int(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ValueError(f"{text!r} is not a number")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +170,53 @@ class LoadKeywords(TypedDict, total=False):
     mlock: bool
     no_alloc: bool
     progress: Progress | None
+    method: MethodRequest | None
+    depth: int | None
     chunk_bytes: int | None
+    memory_limit: int | None
+    into: object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How reads are done. depth: reads under way at once; chunk_bytes: of one read; memory_limit:
+    bytes of read-ahead of a stream."""
+
+    method: MethodRequest
+    depth: int
+    chunk_bytes: int
+    memory_limit: int
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """An option that the environment can give."""
+
+    variable: str
+    default: object
+    check: Callable[[object], object]
+    parse: Callable[[str], object]
+
+    def resolve(self) -> object:
+        """What the environment says, or the default."""
+        return _from_environment(
+            self.variable, lambda text: self.check(self.parse(text)), self.default
+        )
+
+
+_SETTINGS = {
+    "method": _Setting("GGUF_DIO_METHOD", "auto", _check_method, str),
+    "depth": _Setting("GGUF_DIO_DEPTH", DEFAULT_DEPTH, _check_depth, _parse_int),
+    "chunk_bytes": _Setting("GGUF_DIO_CHUNK", DEFAULT_CHUNK_BYTES, _check_chunk_bytes, parse_size),
+    "memory_limit": _Setting(
+        "GGUF_DIO_MEMORY_LIMIT", DEFAULT_MEMORY_LIMIT, _check_memory_limit, parse_size
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Options of `model.load`, checked. chunk: bytes of one read."""
+    """Options of `model.load`, checked; those that the environment can give are filled in."""
 
     names: Selection | None = None
     device: str = "cpu"
@@ -153,8 +224,11 @@ class LoadOptions:
     mlock: bool = False
     no_alloc: bool = False
     progress: Progress | None = None
+    method: MethodRequest | None = None
+    depth: int | None = None
     chunk_bytes: int | None = None
-    chunk: int = field(init=False)
+    memory_limit: int | None = None
+    into: object = None
 
     def __post_init__(self) -> None:
         if isinstance(self.names, (str, bytes)):
@@ -173,4 +247,17 @@ class LoadOptions:
             raise TypeError(f"device must be a string such as 'cpu', not {self.device!r}")
         if self.progress is not None and not callable(self.progress):
             raise TypeError(f"progress must be callable, not {self.progress!r}")
-        object.__setattr__(self, "chunk", resolve_chunk_bytes(self.chunk_bytes))
+        for option, setting in _SETTINGS.items():
+            given = getattr(self, option)
+            value = setting.resolve() if given is None else setting.check(given)
+            object.__setattr__(self, option, value)
+
+    @property
+    def tuning(self) -> Tuning:
+        """How reads are done, with nothing left open."""
+        return Tuning(
+            method=_check_method(self.method),
+            depth=_check_depth(self.depth),
+            chunk_bytes=_check_chunk_bytes(self.chunk_bytes),
+            memory_limit=_check_memory_limit(self.memory_limit),
+        )

@@ -5,20 +5,25 @@ Whatever can be known to be wrong is refused here, before anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from itertools import pairwise
 
-from loader._ffi import Memory, Transfer
+import numpy as np
+import numpy.typing as npt
+
+from loader._ffi import Memory, WritableBuffer
 from loader.device.host import available_memory
 from loader.errors import DeviceMemoryError, MappingError, UnsupportedFormatError, quoted
 from loader.gguf.header import Header
 from loader.gguf.tensors import TensorInfo, TensorTable
-from loader.gguf.types import why_unknown
+from loader.gguf.types import BLOCK_SIZES, why_unknown
+from loader.io.file import Moved
 from loader.io.mapping import map_file
 from loader.io.ranges import Extent, lay_out
 from loader.io.source import Source, decide
-from loader.options import Selection
+from loader.options import AUTO, Selection
 from loader.report import FileAccess
 
 # Addresses are congruent to file offsets modulo this at least, so that tensors
@@ -69,23 +74,57 @@ class OpenModel:
     open_seconds: float
 
 
-@dataclass
+@dataclass(frozen=True)
+class Given:
+    """A tensor that is read to memory of the caller's. source: the object that has the memory."""
+
+    info: TensorInfo
+    extent: Extent
+    buffer: WritableBuffer
+    source: object
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The memory as bytes."""
+        empty: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        return np.frombuffer(self.source, np.uint8) if self.info.nbytes else empty  # type: ignore[call-overload]  # it has a buffer
+
+    def copier(self, mapping: Memory) -> Callable[[int, int], None]:
+        """Copies bytes from a mapping, by their offset in the file and length."""
+        begin, whole, target = self.extent.offset, np.asarray(mapping), self.array()
+
+        def copy(offset: int, length: int) -> None:
+            target[offset - begin : offset - begin + length] = whole[offset : offset + length]
+
+        return copy
+
+
+@dataclass(eq=False)
 class Part:
-    """The part of a load that one file plays. mapping: when the file is read through one."""
+    """The part of a load that one file plays.
+
+    tensors: those in memory of the load, or in the mapping; extents: what is
+    read of them; given: tensors in memory of the caller's; moved, bytes_mapped:
+    what was read so far; buffered_only: don't read directly (any more).
+    """
 
     source: Source
     header: Header
     tensors: list[TensorInfo]
     extents: tuple[Extent, ...]
-    transfer: Transfer
-
-    @property
-    def mapping(self) -> Memory | None:
-        return self.source.mapping
+    given: list[Given]
+    buffered_only: bool
+    moved: Moved = field(default_factory=Moved)
+    bytes_mapped: int = 0
 
     @property
     def bytes(self) -> int:
-        return sum(extent.length for extent in self.extents)
+        """What there is to be read."""
+        given = sum(given.extent.length for given in self.given)
+        return given + sum(extent.length for extent in self.extents)
+
+    @property
+    def direct_required(self) -> bool:
+        return "buffered" not in self.source.decision.requested
 
 
 def select(tensors: TensorTable, names: Selection | None) -> list[TensorInfo]:
@@ -121,39 +160,128 @@ def refuse_unknown(model: OpenModel, wanted: Iterable[TensorInfo]) -> None:
     )
 
 
-def plan(model: OpenModel, wanted: Sequence[TensorInfo]) -> tuple[list[Part], int]:
-    """One part per file, and the bytes of the arena that the owned ones share."""
+def rows(info: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """A part of a tensor on its outermost axis, as a tensor; ValueError when there is no such."""
+    if not info.shape:
+        raise ValueError(f"tensor {quoted(info.name)} is a scalar and has no rows")
+    length, nbytes = info.shape[0], info.nbytes or 0
+    if not 0 <= start <= stop <= length:
+        raise ValueError(
+            f"rows {start} to {stop} are not inside tensor {quoted(info.name)}, which has {length}"
+        )
+    # Rows are whole blocks; of a tensor with one axis, rows are elements.
+    block = BLOCK_SIZES[int(info.ggml_type)][0] if len(info.shape) == 1 else 1
+    if start % block or stop % block:
+        raise ValueError(
+            f"rows {start} to {stop} of tensor {quoted(info.name)} are not whole blocks of {block}"
+        )
+    begin, end = (nbytes * row // length if length else 0 for row in (start, stop))
+    shape = (stop - start, *info.shape[1:])
+    return replace(info, shape=shape, nbytes=end - begin, offset=info.offset + begin)
+
+
+def plan(
+    model: OpenModel,
+    wanted: Sequence[TensorInfo],
+    given: Mapping[str, object] | None = None,
+    *,
+    mapped: bool = True,
+) -> tuple[list[Part], int]:
+    """One part per file, and the bytes of the arena that the owned ones share.
+
+    mapped: whether a mapping may take the place of memory.
+
+    given: memory of the caller's by name of tensor, all of them wanted. ValueError
+    for memory that is read-only, of another size, or overlaps other memory;
+    TypeError for what has none.
+    """
+    given = given or {}
+    buffers = {name: _buffer(model.tensors[name], source) for name, source in given.items()}
+    _refuse_overlaps(buffers)
     parts, end = [], 0
     for index, file in enumerate(model.files):
-        source = _still_possible(file.source)
-        decision = source.decision
-        memory_alignment, offset_alignment = 1, 1
-        if decision.access == "direct":
-            memory_alignment, offset_alignment = source.file.alignments
-        modulus = max(memory_alignment, offset_alignment, file.header.alignment, _LEAST_MODULUS)
         tensors = [info for info in wanted if info.file == index]
-        layout = lay_out(
-            ((info.offset, info.nbytes or 0) for info in tensors),
-            file_size=source.file.size,
-            offset_alignment=offset_alignment,
-            modulus=min(modulus, _LARGEST_MODULUS),
-            position=end,
-        )
-        if source.mapping is None:
-            end = layout.end
-        parts.append(
-            Part(
-                source,
-                file.header,
-                tensors,
-                layout.extents,
-                Transfer(
-                    direct_required="buffered" not in decision.requested,
-                    buffered_only=decision.access != "direct",
-                ),
-            )
-        )
+        source = _still_possible(file.source)
+        if given:
+            source = _rather_buffered(source)
+        if not mapped:
+            source = Source(source.file, source.decision, None)
+        part = _plan_part(source, file.header, tensors, end, buffers, given)
+        if source.mapping is None and part.extents:
+            last = part.extents[-1]
+            end = last.position + last.room
+        parts.append(part)
     return parts, end
+
+
+def _plan_part(
+    source: Source,
+    header: Header,
+    tensors: Iterable[TensorInfo],
+    position: int,
+    buffers: Mapping[str, WritableBuffer],
+    given: Mapping[str, object],
+) -> Part:
+    direct = source.decision.access == "direct"
+    memory_alignment, offset_alignment = source.file.alignments if direct else (1, 1)
+    modulus = max(memory_alignment, offset_alignment, header.alignment, _LEAST_MODULUS)
+    tensors = list(tensors)
+    owned = [info for info in tensors if info.name not in buffers]
+    layout = lay_out(
+        ((info.offset, info.nbytes or 0) for info in owned),
+        file_size=source.file.size,
+        offset_alignment=offset_alignment,
+        modulus=min(modulus, _LARGEST_MODULUS),
+        position=position,
+    )
+    return Part(
+        source,
+        header,
+        owned,
+        layout.extents,
+        [
+            Given(
+                info,
+                Extent(info.offset, info.nbytes or 0, info.nbytes or 0, 0),
+                buffers[info.name],
+                given[info.name],
+            )
+            for info in tensors
+            if info.name in buffers
+        ],
+        buffered_only=not direct,
+    )
+
+
+def _buffer(info: TensorInfo, source: object) -> WritableBuffer:
+    try:
+        buffer = WritableBuffer(source)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"into: tensor {quoted(info.name)}: {error}") from None
+    if buffer.nbytes != info.nbytes:
+        raise ValueError(
+            f"into: tensor {quoted(info.name)} has {info.nbytes} bytes, its buffer {buffer.nbytes}"
+        )
+    return buffer
+
+
+def _refuse_overlaps(buffers: Mapping[str, WritableBuffer]) -> None:
+    filled = sorted(
+        (buffer.address, buffer.nbytes, name) for name, buffer in buffers.items() if buffer.nbytes
+    )
+    for (address, nbytes, name), (after, _, other) in pairwise(filled):
+        if address + nbytes > after:
+            raise ValueError(f"into: the buffers of {quoted(name)} and {quoted(other)} overlap")
+
+
+def _rather_buffered(source: Source) -> Source:
+    """Memory that the caller gave is better read to than copied to from a mapping, where mmap is
+    only the second choice."""
+    decision = source.decision
+    if decision.access != "mmap" or decision.requested != AUTO:
+        return source
+    reason = f"{decision.reason}; but memory that was given is read to"
+    return Source(source.file, replace(decision, access="buffered", reason=reason), None)
 
 
 def _still_possible(source: Source) -> Source:
@@ -175,7 +303,7 @@ def fit_into_memory(model: OpenModel, parts: Sequence[Part], needed: int) -> int
         return needed
     why = f"{needed} bytes of memory are needed and {available} are available"
     for part in parts:
-        if part.mapping is not None:
+        if part.source.mapping is not None or not part.extents:
             continue
         decision = part.source.decision
         if "mmap" not in decision.requested:

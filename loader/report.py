@@ -42,6 +42,26 @@ class FileReport(FileAccess):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Where the time of a load went, in seconds.
+
+    open: opening the model; plan: all of the load that isn't reading; read: from
+    the first request to the last; wait: of that, asleep. populate, validate: the
+    sums of the times that memory was given its pages and data was checked, on
+    other threads. requests: reads; mean_in_flight: of them at once.
+    """
+
+    open: float
+    plan: float
+    read: float
+    wait: float
+    populate: float
+    validate: float
+    requests: int
+    mean_in_flight: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadReport:
     """What a load did. Sizes are bytes, times are seconds.
 
@@ -68,6 +88,7 @@ class LoadReport:
     device: str
     peak_rss_bytes: int
     memory_bytes: int
+    phases: Phases
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -77,7 +98,7 @@ class LoadReport:
     def to_dict(self) -> dict[str, object]:
         """The report as an object for JSON."""
         fields = asdict(self)
-        del fields["memory_bytes"]
+        del fields["memory_bytes"], fields["phases"]
         for file in fields["files"]:
             file["requested"] = list(file["requested"])
         fields["files"] = list(fields["files"])

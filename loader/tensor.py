@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader._closing import Closing
+from loader._ffi import Memory
 from loader.errors import UnsupportedFormatError, quoted
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import PLAIN_DTYPES, array_layout, type_name
@@ -84,6 +85,26 @@ class Tensor:
         return f"<Tensor {self.info.name!r} {type_name(self.info.ggml_type)} {shape}>"
 
 
+class Buffers(Mapping[str, npt.NDArray[Any]]):
+    """Memory for tensors, by name, that direct reads can fill: for `load(into=...)`."""
+
+    def __init__(self, tensors: dict[str, Tensor], arena: Memory | None) -> None:
+        self._arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        self.arena = arena
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        return f"<Buffers for {len(self)} tensors>"
+
+
 class Weights(Mapping[str, Tensor], Closing):
     """The tensors of a load by name, in file order, and its report.
 
@@ -91,9 +112,18 @@ class Weights(Mapping[str, Tensor], Closing):
     holds stay valid.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], report: LoadReport) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], report: LoadReport, arena: Memory | None = None
+    ) -> None:
         self._tensors: dict[str, Tensor] | None = tensors
+        self._arena = arena
         self.report = report
+
+    @property
+    def arena(self) -> Memory | None:
+        """The memory of the load, to be used again; None when it was mapped or has none."""
+        self._open_tensors()
+        return self._arena
 
     def _open_tensors(self) -> dict[str, Tensor]:
         if self._tensors is None:
@@ -110,7 +140,7 @@ class Weights(Mapping[str, Tensor], Closing):
         return len(self._open_tensors())
 
     def close(self) -> None:
-        self._tensors = None
+        self._tensors = self._arena = None
 
     def __repr__(self) -> str:
         state = "closed" if self._tensors is None else f"{len(self._tensors)} tensors"

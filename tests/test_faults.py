@@ -354,7 +354,7 @@ def test_a_load_that_falls_back_says_so(
         with loader.open(path, access=("direct", "buffered")) as model:
             faults.shorten("pread_direct", 8192, times=1)
             faults.fail("pread_direct", error, nth=2)
-            weights = model.load()
+            weights = model.load(method="sync")
             faults.clear()
             fallback = weights.report.files[0].fallback
             assert fallback is not None
@@ -364,7 +364,7 @@ def test_a_load_that_falls_back_says_so(
             assert {n: t.numpy().tobytes() for n, t in weights.items()} == {
                 n: v.tobytes() for n, v in expected.items()
             }
-            again = model.load().report.files[0]
+            again = model.load(method="sync").report.files[0]
             assert again.access == ("direct" if error == errno.EFAULT else "buffered")
     assert len([r for r in caplog.records if "direct reads stopped" in r.message]) == len(FALLBACKS)
 
@@ -404,7 +404,7 @@ def test_a_demand_is_not_met_by_odd_pieces(
     with loader.open(path, access=access) as model:
         faults.shorten("pread_direct", 100)
         with pytest.raises(DirectIOError):
-            model.load()
+            model.load(method="sync")
 
 
 @pytest.mark.parametrize("access", ["direct", "mmap", "buffered"])
@@ -429,7 +429,7 @@ def test_a_demand_raises_instead_of_falling_back(
     with loader.open(path, access="direct") as model:
         faults.fail("pread_direct", error)
         with pytest.raises(DirectIOError, match="demanded") as caught:
-            model.load()
+            model.load(method="sync")
         assert caught.value.errno == error
         assert caught.value.tensor == "t0"
 
@@ -442,7 +442,7 @@ def test_row_85_eio_in_the_second_tensor_names_it(
     with loader.open(path) as model:
         faults.fail("pread_direct", errno.EIO, nth=4)
         with pytest.raises(ReadError, match="'t1'") as caught:
-            model.load()
+            model.load(method="sync")
         error = caught.value
         assert error.tensor == "t1"
         assert error.errno == errno.EIO

@@ -21,6 +21,7 @@ LAYERS = [
     ["device"],
     ["fit"],
     ["planning", "tensor"],
+    ["reading"],
     ["loading"],
     ["model"],
     ["compat", "cli"],

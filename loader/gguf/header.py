@@ -15,7 +15,7 @@ from loader.gguf.problems import explain
 from loader.gguf.tensors import TensorTable, check_layout
 from loader.gguf.types import TYPE_TABLE
 from loader.io.arena import allocate_arena
-from loader.io.file import File, describe_errno, log_fallback
+from loader.io.file import File, Moved, describe_errno, log_fallback
 from loader.io.ranges import align_up
 
 # The first read; the memory that is set aside for a header (what isn't read into
@@ -29,14 +29,14 @@ LARGEST_HEADER = 1 << 30
 @dataclass(frozen=True)
 class Header:
     """What the header of one file says. alignment and data_offset (where the
-    tensor data begins) are bytes; transfer counts what was read."""
+    tensor data begins) are bytes; moved counts what was read."""
 
     version: int
     alignment: int
     data_offset: int
     metadata: Metadata
     tensors: TensorTable
-    transfer: Transfer
+    moved: Moved
 
 
 def read_header(file: File, index: int = 0) -> Header:
@@ -46,7 +46,9 @@ def read_header(file: File, index: int = 0) -> Header:
     """
     transfer = Transfer()
     scan, memory = _scan(file, transfer)
-    log_fallback(file, transfer)
+    moved = Moved()
+    moved.add(transfer)
+    log_fallback(file, moved)
     header = np.asarray(memory)
     header.flags.writeable = False
     path = file.path
@@ -64,7 +66,7 @@ def read_header(file: File, index: int = 0) -> Header:
             data_offset=data_offset,
             file_size=file.size,
         )
-    return Header(scan.version, alignment, data_offset, values, table, transfer)
+    return Header(scan.version, alignment, data_offset, values, table, moved)
 
 
 def _scan(file: File, transfer: Transfer) -> tuple[Scan, Memory]:

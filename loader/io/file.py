@@ -7,9 +7,18 @@ import logging
 import os
 import stat
 import threading
+from dataclasses import dataclass
 
 from loader._closing import Closing
-from loader._ffi import FileInfo, Memory, NativeError, NativeFile, Transfer, WritableBuffer
+from loader._ffi import (
+    FileInfo,
+    Memory,
+    NativeError,
+    NativeFile,
+    Queue,
+    Transfer,
+    WritableBuffer,
+)
 from loader.errors import DirectIOError, ReadError, ShortReadError
 from loader.options import Access
 
@@ -154,7 +163,7 @@ class File(Closing):
                 done += native.read(destination.address + done, n)
             except NativeError as error:
                 if error.errno != errno.EINTR:
-                    self._raise(error.errno, native.cursor(), n, native.info().has_direct)
+                    raise self.error(error.errno, native.cursor(), n) from None
 
     # --- Positional reads ---
 
@@ -195,8 +204,26 @@ class File(Closing):
                 done += native.pread(address + done, here, n, offset + done, transfer)
             except NativeError as error:
                 if error.errno != errno.EINTR:
-                    direct = native.info().has_direct_descriptor and transfer.wants_direct
-                    self._raise(error.errno, transfer, length - done, direct)
+                    raise self.error(error.errno, transfer, length - done) from None
+
+    def submit(
+        self,
+        queue: Queue,
+        address: int,
+        room: int,
+        length: int,
+        offset: int,
+        tag: int,
+        *,
+        direct_required: bool,
+        buffered_only: bool,
+    ) -> None:
+        """As pread_to, through a queue. The file may be closed meanwhile; it is released after."""
+        native = self._open_native()
+        queue.read(
+            native, address, room, length, offset, tag,
+            direct_required=direct_required, buffered_only=buffered_only,
+        )  # fmt: skip
 
     # --- The rest ---
 
@@ -240,8 +267,10 @@ class File(Closing):
                 length=length,
             )
 
-    def _raise(self, number: int, transfer: Transfer, length: int, direct: bool) -> None:
+    def error(self, number: int, transfer: Transfer, length: int) -> ReadError:
+        """The error for a read that failed with this errno."""
         offset = transfer.stop_offset
+        direct = self._fresh_info().has_direct_descriptor and transfer.wants_direct
         access: Access = "direct" if direct else "buffered"
         kind: type[ReadError] = ReadError
         message = f"{self.path}: {access} read failed at offset {offset}: {describe_errno(number)}"
@@ -254,7 +283,7 @@ class File(Closing):
         elif number in (errno.EFAULT, errno.EINVAL, errno.EOPNOTSUPP) and transfer.direct_required:
             kind = DirectIOError
             message += "; direct I/O was demanded, allow buffered reads to go on without it"
-        raise kind(
+        return kind(
             message,
             errno=number,
             filename=self.path,
@@ -264,14 +293,34 @@ class File(Closing):
         )
 
 
-def log_fallback(file: File, transfer: Transfer) -> None:
-    """One warning for a transfer that went over to buffered reads."""
-    if transfer.fallback_errno:
+@dataclass
+class Moved:
+    """Bytes that were read, by the way they took, and the first place where reading went over
+    from direct to buffered (errno and offset)."""
+
+    bytes_direct: int = 0
+    bytes_buffered: int = 0
+    bytes_bounced: int = 0
+    fallback: tuple[int, int] | None = None
+
+    def add(self, transfer: Transfer) -> None:
+        self.bytes_direct += transfer.bytes_direct
+        self.bytes_buffered += transfer.bytes_buffered
+        self.bytes_bounced += transfer.bytes_bounced
+        if transfer.fallback_errno:
+            here = (transfer.fallback_errno, transfer.fallback_offset)
+            if self.fallback is None or here[1] < self.fallback[1]:
+                self.fallback = here
+
+
+def log_fallback(file: File, moved: Moved) -> None:
+    """One warning for a reading that went over to buffered reads."""
+    if moved.fallback is not None:
         logger.warning(
             "%s: direct reads stopped being possible at offset %d (%s); the rest is read buffered",
             file.path,
-            transfer.fallback_offset,
-            describe_errno(transfer.fallback_errno),
+            moved.fallback[1],
+            describe_errno(moved.fallback[0]),
         )
 
 

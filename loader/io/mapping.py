@@ -6,7 +6,7 @@ import errno
 
 from loader._ffi import Memory, NativeError
 from loader.errors import MappingError, ReadError, ShortReadError
-from loader.io.file import SLICE_BYTES, File, describe_errno
+from loader.io.file import File, describe_errno
 
 
 def map_file(file: File) -> Memory:
@@ -25,49 +25,31 @@ def map_file(file: File) -> Memory:
         ) from None
 
 
-def prefetch(file: File, mapping: Memory, offset: int, length: int) -> None:
-    """Reads a range of a mapping into memory, so that touching it can't fail for now.
+def prefetch_error(file: File, number: int, offset: int, length: int) -> ReadError | None:
+    """The error for a range of a mapping that was prefetched, with 0 or an errno; None for none.
 
-    ShortReadError when the file has become shorter (the rest of its last page
-    would be zeros, pages after it a SIGBUS); MappingError when the device fails.
+    ShortReadError when the file has become shorter (the rest of its last page is
+    then zeros, and touching pages after it a SIGBUS); MappingError when the
+    device failed.
     """
-    for start in range(offset, offset + length, SLICE_BYTES):
-        _prefetch_slice(file, mapping, start, min(SLICE_BYTES, offset + length - start))
-
-
-def _prefetch_slice(file: File, mapping: Memory, offset: int, length: int) -> None:
-    try:
-        mapping.prefetch(offset, length)
-    except NativeError as error:
-        _check_size(file, offset, length)
-        raise MappingError(
-            f"{file.path}: {length} mapped bytes at offset {offset} can't be read: "
-            f"{describe_errno(error.errno)}; does the device work?",
-            errno=error.errno,
-            filename=file.path,
-            offset=offset,
-            length=length,
-            access="mmap",
-        ) from None
-    _check_size(file, offset, length)
-
-
-def _check_size(file: File, offset: int, length: int) -> None:
+    kind: type[ReadError] = MappingError
+    why = f"can't be read: {describe_errno(number)}; does the device work?"
     try:
         file.check_size()
     except NativeError as error:
-        short = error.errno == errno.ENODATA
-        why = (
-            f"had {file.size} bytes when it was opened, and has fewer now"
-            if short
-            else (f"can't be examined: {describe_errno(error.errno)}")
-        )
-        kind = ShortReadError if short else ReadError
-        raise kind(
-            f"{file.path}: the file {why}; is something writing to it?",
-            errno=error.errno,
-            filename=file.path,
-            offset=offset,
-            length=length,
-            access="mmap",
-        ) from None
+        number = error.errno
+        if number == errno.ENODATA:
+            kind = ShortReadError
+            why = f"are not all there any more: the file had {file.size} bytes when it was opened"
+        else:
+            why = f"can't be trusted: {describe_errno(number)} when the file was examined"
+    if number == 0:
+        return None
+    return kind(
+        f"{file.path}: {length} mapped bytes at offset {offset} {why}",
+        errno=number,
+        filename=file.path,
+        offset=offset,
+        length=length,
+        access="mmap",
+    )

@@ -1,0 +1,380 @@
+"""Reads batches of tensors through a queue: many requests in flight, memory populated ahead
+of them, tensors checked while later ones are still being read.
+
+A batch has one memory. It is cut into chunks, in rising order of offsets; the
+pages of fresh memory are given to it in steps, on other threads, and a chunk is
+submitted when its pages are there, so that zeroing them and reading overlap. A
+tensor is ready when its last chunk is there and, if that was asked for, checked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+from loader._ffi import Done, Memory, Queue
+from loader.gguf.checks import check_slices
+from loader.gguf.tensors import TensorInfo
+from loader.io.arena import allocate_arena
+from loader.io.mapping import prefetch_error
+from loader.io.ranges import align_up, chunks, place
+from loader.options import Method
+from loader.planning import Part
+
+# So much memory gets its pages at a time; smaller memory gets them while it is
+# read. See ARCHITECTURE.md for what was measured.
+_POPULATE_BYTES = 16 << 20
+_MOST_POPULATING = 4
+_MOST_CHECKING = 8
+# How long we sleep at most before we look at signals.
+_WAIT_MILLISECONDS = 40
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A tensor that is being read to `address`; outstanding: its chunks, and then its checks, that
+    aren't done; invalid: the first block found invalid."""
+
+    info: TensorInfo
+    address: int
+    outstanding: int = 0
+    invalid: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One read: `length` bytes at `offset` of a part's file, to `room` bytes at `address`, once
+    the batch's memory has its pages up to the address `needs`."""
+
+    part: Part
+    address: int
+    room: int
+    length: int
+    offset: int
+    needs: int
+    tensors: tuple[Wanted, ...]
+    copy: Callable[[int, int], None] | None = None  # from a mapping to memory that was given
+
+
+@dataclass(eq=False)
+class Batch:
+    """Tensors that share one memory. arena: memory that is used again; else it is allocated."""
+
+    parts: list[Part]
+    size: int
+    arena: Memory | None = None
+    left: int = 0  # tensors that aren't ready
+    chunks: list[Chunk] = field(default_factory=list)
+    empty: list[Wanted] = field(default_factory=list)
+    steps: range = range(0)  # addresses at which populating begins
+    populated: set[int] = field(default_factory=set)  # those of them that are done
+    frontier: int = 0  # the address up to which the memory has its pages
+
+    def start(self, chunk_bytes: int) -> None:
+        """Gets the memory and cuts the work into chunks."""
+        if self.size and self.arena is None:
+            self.arena = allocate_arena(self.size)
+            if self.size >= _POPULATE_BYTES:
+                begin = self.frontier = self.arena.address
+                self.steps = range(begin, begin + self.size, _POPULATE_BYTES)
+        for part in self.parts:
+            step = align_up(chunk_bytes, part.source.file.alignments[1])
+            self._cut_owned(part, step)
+            self._cut_given(part, step)
+
+    def _cut_owned(self, part: Part, step: int) -> None:
+        mapping = part.source.mapping
+        memory = self.arena if mapping is None else mapping
+        base = 0 if memory is None else memory.address
+        tensors: deque[Wanted] = deque()
+        for info in sorted(part.tensors, key=lambda info: info.offset):
+            self.left += 1
+            if info.nbytes:
+                position = place(part.extents, info.offset) if mapping is None else info.offset
+                tensors.append(Wanted(info, base + position))
+            else:
+                self.empty.append(Wanted(info, 0))
+        for extent in part.extents:
+            for start, length in chunks(extent, step):
+                into = start - extent.offset
+                # Whole blocks may be written up to the end of the extent's room,
+                # and no further than this chunk when there is another one.
+                room = extent.room - into if start + length == extent.end else length
+                address = base + extent.position + into
+                needs = address + room if self.steps and mapping is None else 0
+                inside = _overlapping(tensors, start, start + length)
+                self.chunks.append(Chunk(part, address, room, length, start, needs, inside))
+
+    def _cut_given(self, part: Part, step: int) -> None:
+        mapping = part.source.mapping
+        for given in part.given:
+            self.left += 1
+            tensor = Wanted(given.info, given.buffer.address)
+            if not given.info.nbytes:
+                self.empty.append(tensor)
+                continue
+            copy = None if mapping is None else given.copier(mapping)
+            for start, length in chunks(given.extent, step):
+                tensor.outstanding += 1
+                address = tensor.address + start - given.extent.offset
+                inside = (tensor,)
+                self.chunks.append(Chunk(part, address, length, length, start, 0, inside, copy))
+
+    def populate_done(self, address: int) -> None:
+        self.populated.add(address)
+        while self.frontier in self.populated:
+            self.frontier += _POPULATE_BYTES
+
+
+def _overlapping(tensors: deque[Wanted], start: int, end: int) -> tuple[Wanted, ...]:
+    """The tensors, in order of offsets, with bytes from start to end; those before are dropped."""
+    while tensors and tensors[0].info.offset + (tensors[0].info.nbytes or 0) <= start:
+        tensors.popleft()
+    found = []
+    for tensor in tensors:
+        if tensor.info.offset >= end:
+            break
+        tensor.outstanding += 1
+        found.append(tensor)
+    return tuple(found)
+
+
+@dataclass
+class Figures:
+    """What a reading cost. Times are seconds. requests: reads; reading: from the first request
+    to the last one done; waiting: of that, asleep; in_flight, populating, checking: the sums of
+    the times that reads, populating and checks were under way."""
+
+    requests: int = 0
+    reading: float = 0.0
+    waiting: float = 0.0
+    in_flight: float = 0.0
+    populating: float = 0.0
+    checking: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What is in the queue under a tag."""
+
+    since: float
+    batch: Batch
+    chunk: Chunk | None = None
+    populate: int | None = None
+    check: Wanted | None = None
+    first_block: int = 0  # of a check
+
+
+class Reading:
+    """Reads batches and tells which tensors are ready.
+
+    read_ahead: bytes of batches that may be under way at once (one always may).
+    The queue is closed, and nothing is under way any more, when `run` ends, in
+    whichever way.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        queue: Queue,
+        *,
+        method: Method,
+        depth: int,
+        chunk_bytes: int,
+        check: bool,
+        read_ahead: int,
+    ) -> None:
+        self.figures = Figures()
+        self.method = method
+        self._batches = iter(batches)
+        self._queue = queue
+        self._depth = 1 if method == "sync" else depth
+        self._chunk_bytes = chunk_bytes
+        self._check = check
+        self._read_ahead = read_ahead
+        self._held: Batch | None = None  # the next one, until there is room for it
+        self._under_way = 0  # bytes
+        self._unread: deque[tuple[Batch, Chunk]] = deque()
+        self._unpopulated: deque[tuple[Batch, int]] = deque()
+        self._unchecked: deque[tuple[Batch, Wanted, int, int, int]] = deque()
+        self._ready: deque[tuple[Batch, Wanted]] = deque()
+        self._requests: dict[int, _Request] = {}
+        self._reads = self._populates = self._checks = 0
+        self._tag = 0
+
+    def run(self, advance: Callable[[int], None]) -> Iterator[tuple[Batch, Wanted]]:
+        """Yields each tensor as it becomes ready; tells `advance` of bytes as they arrive."""
+        started = perf_counter()
+        try:
+            while True:
+                self._submit()
+                while self._ready:
+                    batch, tensor = self._ready.popleft()
+                    yield batch, tensor
+                    batch.left -= 1
+                    if batch.left == 0:
+                        self._under_way -= batch.size
+                if not self._requests and self._held is None and not self._unread:
+                    break
+                self._wait(advance)
+        finally:
+            self._queue.close()
+            self.figures.reading += perf_counter() - started
+
+    # --- Submitting ---
+
+    def _submit(self) -> None:
+        self._start_batches()
+        while self._unpopulated and self._populates < _MOST_POPULATING:
+            batch, address = self._unpopulated.popleft()
+            end = batch.steps.start + batch.size
+            tag = self._enter(_Request(perf_counter(), batch, populate=address))
+            self._queue.populate(address, min(_POPULATE_BYTES, end - address), tag)
+            self._populates += 1
+        while self._unchecked and self._checks < _MOST_CHECKING:
+            batch, tensor, address, length, first = self._unchecked.popleft()
+            request = _Request(perf_counter(), batch, check=tensor, first_block=first)
+            self._queue.check(int(tensor.info.ggml_type), address, length, self._enter(request))
+            self._checks += 1
+        while self._unread and self._reads < self._depth:
+            batch, chunk = self._unread[0]
+            if chunk.needs > batch.frontier and batch.steps:
+                break
+            self._unread.popleft()
+            self._read(batch, chunk)
+
+    def _read(self, batch: Batch, chunk: Chunk) -> None:
+        part, mapping = chunk.part, chunk.part.source.mapping
+        tag = self._enter(_Request(perf_counter(), batch, chunk=chunk))
+        if mapping is not None:
+            self._queue.prefetch(mapping, chunk.offset, chunk.length, tag)
+        else:
+            part.source.file.submit(
+                self._queue,
+                chunk.address,
+                chunk.room,
+                chunk.length,
+                chunk.offset,
+                tag,
+                direct_required=part.direct_required,
+                buffered_only=part.buffered_only,
+            )
+        self._reads += 1
+        self.figures.requests += 1
+
+    def _enter(self, request: _Request) -> int:
+        self._tag += 1
+        self._requests[self._tag] = request
+        return self._tag
+
+    def _start_batches(self) -> None:
+        """Starts batches while there is work for the queue to be had and room for their memory."""
+        while len(self._unread) < self._depth:
+            if self._held is None:
+                self._held = next(self._batches, None)
+            batch = self._held
+            if batch is None:
+                return
+            if self._under_way and self._under_way + batch.size > self._read_ahead:
+                return
+            self._held = None
+            batch.start(self._chunk_bytes)
+            self._under_way += batch.size
+            self._unread += ((batch, chunk) for chunk in batch.chunks)
+            self._unpopulated += ((batch, address) for address in batch.steps)
+            self._ready += ((batch, tensor) for tensor in batch.empty)
+
+    # --- What is done ---
+
+    def _wait(self, advance: Callable[[int], None]) -> None:
+        before = perf_counter()
+        done = self._queue.wait(_WAIT_MILLISECONDS)
+        now = perf_counter()
+        self.figures.waiting += now - before
+        if done is None:
+            return
+        request = self._requests.pop(done.tag)
+        taken = now - request.since
+        if request.chunk is not None:
+            self._reads -= 1
+            self.figures.in_flight += taken
+            advance(self._read_done(request.batch, request.chunk, done))
+        elif request.populate is not None:
+            # That it failed is no harm: the pages come when they are written to.
+            self._populates -= 1
+            self.figures.populating += taken
+            request.batch.populate_done(request.populate)
+        elif request.check is not None:
+            self._checks -= 1
+            self.figures.checking += taken
+            self._check_done(request.batch, request.check, request.first_block, done)
+
+    def _read_done(self, batch: Batch, chunk: Chunk, done: Done) -> int:
+        """How many bytes arrived."""
+        part = chunk.part
+        if part.source.mapping is not None:
+            self._check_mapped(chunk, -done.result)
+        elif (arrived := self._check_read(batch, chunk, done)) < chunk.length:
+            return arrived
+        for tensor in chunk.tensors:
+            tensor.outstanding -= 1
+            if tensor.outstanding == 0:
+                self._arrived(batch, tensor)
+        return chunk.length
+
+    def _check_mapped(self, chunk: Chunk, number: int) -> None:
+        error = prefetch_error(chunk.part.source.file, number, chunk.offset, chunk.length)
+        if error is not None:
+            raise error.in_tensor(_name_at(chunk.tensors, error.offset))
+        chunk.part.bytes_mapped += chunk.length
+        if chunk.copy is not None:
+            chunk.copy(chunk.offset, chunk.length)
+
+    def _check_read(self, batch: Batch, chunk: Chunk, done: Done) -> int:
+        part = chunk.part
+        part.moved.add(done.transfer)
+        # Memory that couldn't be read to directly once isn't tried again.
+        part.buffered_only |= done.transfer.fallback_errno != 0
+        if done.result < 0:
+            error = part.source.file.error(-done.result, done.transfer, chunk.length)
+            raise error.in_tensor(_name_at(chunk.tensors, error.offset))
+        if done.result < chunk.length:  # a signal came: the rest once more
+            n = done.result
+            rest = replace(
+                chunk,
+                address=chunk.address + n,
+                room=chunk.room - n,
+                length=chunk.length - n,
+                offset=chunk.offset + n,
+            )
+            self._unread.appendleft((batch, rest))
+        return done.result
+
+    def _arrived(self, batch: Batch, tensor: Wanted) -> None:
+        slices = list(check_slices(tensor.info)) if self._check else []
+        if not slices:
+            self._ready.append((batch, tensor))
+            return
+        tensor.outstanding = len(slices)
+        for start, length, first_block in slices:
+            entry = (batch, tensor, tensor.address + start, length, first_block)
+            self._unchecked.append(entry)
+
+    def _check_done(self, batch: Batch, tensor: Wanted, first_block: int, done: Done) -> None:
+        if done.result == 1:
+            block = first_block + done.block
+            tensor.invalid = block if tensor.invalid is None else min(block, tensor.invalid)
+        tensor.outstanding -= 1
+        if tensor.outstanding == 0:
+            self._ready.append((batch, tensor))
+
+
+def _name_at(tensors: Iterable[Wanted], offset: int | None) -> str | None:
+    """The tensor that holds the byte at `offset`, or the first one after it."""
+    for tensor in tensors:
+        info = tensor.info
+        if offset is None or info.offset + (info.nbytes or 0) > offset:
+            return info.name
+    return None
