@@ -109,6 +109,28 @@ static void *fault_mmap(size_t length, int protection, int flags, int fd, off_t 
                                      : (void *)-1; /* MAP_FAILED */
 }
 
+static int fault_cachestat(int fd, struct ld_cachestat *out)
+{
+    return admit(LD_CALL_CACHESTAT, NULL) ? ld_sys_real.cachestat(fd, out) : -1;
+}
+
+static int fault_mincore(void *address, size_t length, unsigned char *pages)
+{
+    return admit(LD_CALL_MINCORE, NULL) ? ld_sys_real.mincore(address, length, pages) : -1;
+}
+
+static int fault_writable(const char *path)
+{
+    return admit(LD_CALL_WRITABLE, NULL) ? ld_sys_real.writable(path) : -1;
+}
+
+static ssize_t fault_pread_nowait(int fd, void *buffer, size_t length, off_t offset)
+{
+    return admit(LD_CALL_PREAD_NOWAIT, NULL)
+               ? ld_sys_real.pread_nowait(fd, buffer, length, offset)
+               : -1;
+}
+
 static int fault_uring_setup(unsigned entries, struct ld_uring_params *params)
 {
     return admit(LD_CALL_URING_SETUP, NULL) ? ld_sys_real.uring_setup(entries, params) : -1;
@@ -187,6 +209,10 @@ static const struct ld_sys_table faulty = {
     .mmap = fault_mmap,
     .madvise = fault_madvise,
     .mlock = fault_mlock,
+    .cachestat = fault_cachestat,
+    .mincore = fault_mincore,
+    .writable = fault_writable,
+    .pread_nowait = fault_pread_nowait,
     .uring_setup = fault_uring_setup,
     .uring_enter = fault_uring_enter,
     .uring_register = fault_uring_register,

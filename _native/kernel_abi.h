@@ -31,6 +31,19 @@ _Static_assert(sizeof(struct ld_statx) == 256, "struct statx has 256 bytes");
 #define LD_MADV_POPULATE_READ 22 /* Linux 5.14 */
 #define LD_MADV_POPULATE_WRITE 23
 
+/* cachestat, Linux 6.5: its number is the same everywhere. */
+#define LD_SYS_CACHESTAT 451
+
+struct ld_cachestat {
+    uint64_t cached_pages;
+    uint64_t dirty_pages;
+    uint64_t writeback_pages;
+    uint64_t evicted_pages;
+    uint64_t recently_evicted_pages;
+};
+
+#define LD_RWF_NOWAIT 8
+
 /* io_uring, Linux 5.6 for IORING_OP_READ. */
 struct ld_uring_ring_offsets {
     uint32_t head;

@@ -25,6 +25,10 @@ enum ld_call {
     LD_CALL_MADVISE,
     LD_CALL_MLOCK,
     LD_CALL_ALLOC,
+    LD_CALL_CACHESTAT,
+    LD_CALL_MINCORE,
+    LD_CALL_WRITABLE,
+    LD_CALL_PREAD_NOWAIT,
     LD_CALL_URING_SETUP,
     LD_CALL_URING_ENTER,
     LD_CALL_URING_REGISTER,
@@ -79,6 +83,10 @@ void ld_file_close(ld_file *file);
 void ld_file_info(const ld_file *file, struct ld_file_info *out);
 /* -ENODATA when the file has become shorter than it was at open. */
 int ld_file_check_size(ld_file *file);
+
+/* Bytes of the file that are in the page cache, at least roughly; -errno when
+ * that can't be found out. */
+int64_t ld_file_resident(ld_file *file);
 
 /* Positional read of up to `length` bytes at `offset`; at most `room` bytes
  * at `destination` are touched (room >= length), so that a direct read may

@@ -35,6 +35,10 @@ struct ld_sys_table {
     void *(*mmap)(size_t length, int protection, int flags, int fd, off_t offset);
     int (*madvise)(void *address, size_t length, int advice);
     int (*mlock)(const void *address, size_t length);
+    int (*cachestat)(int fd, struct ld_cachestat *out); /* of the whole file */
+    int (*mincore)(void *address, size_t length, unsigned char *pages);
+    int (*writable)(const char *path); /* 0 when we may write to it */
+    ssize_t (*pread_nowait)(int fd, void *buffer, size_t length, off_t offset);
     int (*uring_setup)(unsigned entries, struct ld_uring_params *params);
     int (*uring_enter)(int fd, unsigned submit, unsigned wait, unsigned flags);
     int (*uring_register)(int fd, unsigned opcode, void *argument, unsigned count);

@@ -8,6 +8,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 static int sys_open(const char *path, int flags)
@@ -53,6 +54,26 @@ static size_t sys_fread(void *buffer, size_t length, FILE *stream)
 static void *sys_mmap(size_t length, int protection, int flags, int fd, off_t offset)
 {
     return mmap(NULL, length, protection, flags, fd, offset);
+}
+
+static int sys_cachestat(int fd, struct ld_cachestat *out)
+{
+    struct {
+        uint64_t offset;
+        uint64_t length;
+    } everything = {0, 0};
+    return (int)syscall(LD_SYS_CACHESTAT, fd, &everything, out, 0);
+}
+
+static int sys_writable(const char *path)
+{
+    return faccessat(AT_FDCWD, path, W_OK, AT_EACCESS);
+}
+
+static ssize_t sys_pread_nowait(int fd, void *buffer, size_t length, off_t offset)
+{
+    struct iovec part = {buffer, length};
+    return preadv2(fd, &part, 1, offset, LD_RWF_NOWAIT);
 }
 
 static int sys_uring_setup(unsigned entries, struct ld_uring_params *params)
@@ -102,6 +123,10 @@ const struct ld_sys_table ld_sys_real = {
     .mmap = sys_mmap,
     .madvise = madvise,
     .mlock = mlock,
+    .cachestat = sys_cachestat,
+    .mincore = mincore,
+    .writable = sys_writable,
+    .pread_nowait = sys_pread_nowait,
     .uring_setup = sys_uring_setup,
     .uring_enter = sys_uring_enter,
     .uring_register = sys_uring_register,

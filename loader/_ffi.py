@@ -145,6 +145,10 @@ class NativeFile:
         lib.ld_file_cursor(self._file, transfer._struct)
         return transfer
 
+    def resident(self) -> int:
+        """Bytes of the file in the page cache. NativeError when that can't be found out."""
+        return _checked(lib.ld_file_resident(self._file))
+
     def check_size(self) -> None:
         """NativeError with ENODATA when the file has become shorter than it was."""
         _checked(lib.ld_file_check_size(self._file))

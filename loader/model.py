@@ -24,6 +24,7 @@ from loader.options import (
     LoadOptions,
     MetadataValue,
     OpenOptions,
+    PageCache,
     Selection,
 )
 from loader.planning import ModelFile, OpenFile, OpenModel, rows
@@ -153,7 +154,7 @@ def _open(path: PathLike, options: OpenOptions) -> tuple[Header, OpenModel]:
     header = read_header(file)
     _refuse_shard(file.path, header)
     header.metadata.override(options.metadata_overrides)
-    opened = OpenFile(decide(file, options.modes), header)
+    opened = OpenFile(decide(file, options.modes, options.page_cache), header)
     seconds = time.perf_counter() - started
     return header, OpenModel(file.path, (opened,), header.tensors, seconds)
 
@@ -187,31 +188,38 @@ def open(  # noqa: A001 - the contract: loader.open
     path: PathLike | Sequence[PathLike],
     *,
     access: AccessRequest | None = None,
+    page_cache: PageCache = "ignore",
     metadata_overrides: Mapping[str, MetadataValue] | None = None,
 ) -> Model:
     """Opens a model: reads and checks its header, decides how its weights will be read.
 
     path: the file. access: "auto" (direct I/O, else mmap, else buffered reads),
     one mode, which is a demand, or a sequence in order of preference; the default
-    comes from GGUF_DIO_ACCESS, else "auto". metadata_overrides: values that take
-    the place of stored ones.
+    comes from GGUF_DIO_ACCESS, else "auto". page_cache: "ignore", or "reuse": a
+    file of which at least 90% are in the page cache is mapped (or read
+    buffered) although direct I/O is available, unless that is demanded.
+    metadata_overrides: values that take the place of stored ones.
 
     Raises FormatError and its kinds for what is no valid GGUF file, DirectIOError
     or MappingError for a demand that can't be met, FileNotFoundError,
     PermissionError, IsADirectoryError, ReadError.
     """
     overrides = {} if metadata_overrides is None else metadata_overrides
-    return Model(path, OpenOptions(access=access, metadata_overrides=overrides))
+    options = OpenOptions(access=access, page_cache=page_cache, metadata_overrides=overrides)
+    return Model(path, options)
 
 
 def load(
     path: PathLike | Sequence[PathLike],
     *,
     access: AccessRequest | None = None,
+    page_cache: PageCache = "ignore",
     metadata_overrides: Mapping[str, MetadataValue] | None = None,
     **options: Unpack[LoadKeywords],
 ) -> Weights:
     """Opens a model, loads from it and closes it; see `open` and `Model.load` for the options."""
     load_options = LoadOptions(**options)  # wrong ones are refused before anything is opened
-    with open(path, access=access, metadata_overrides=metadata_overrides) as model:
+    with open(
+        path, access=access, page_cache=page_cache, metadata_overrides=metadata_overrides
+    ) as model:
         return model._load(load_options)

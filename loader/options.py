@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, TypedDict, TypeVar, get_args
 Access: TypeAlias = Literal["direct", "mmap", "buffered"]
 AccessRequest: TypeAlias = Literal["auto", "direct", "mmap", "buffered"] | Sequence[Access]
 Method: TypeAlias = Literal["io_uring", "threads", "sync"]
+PageCache: TypeAlias = Literal["ignore", "reuse"]
 MethodRequest: TypeAlias = Literal["auto", "io_uring", "threads", "sync"]
 MetadataValue: TypeAlias = bool | int | float | str
 Progress: TypeAlias = Callable[[int, int], object]
@@ -145,11 +146,14 @@ class OpenOptions:
     """Options of `loader.open`."""
 
     access: AccessRequest | None = None
+    page_cache: PageCache = "ignore"
     metadata_overrides: Mapping[str, MetadataValue] = field(default_factory=dict)
     modes: tuple[Access, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", resolve_access(self.access))
+        if self.page_cache not in get_args(PageCache):
+            raise ValueError(f"page_cache must be 'ignore' or 'reuse', not {self.page_cache!r}")
         if not isinstance(self.metadata_overrides, Mapping):
             raise TypeError("metadata_overrides must be a mapping from key to value")
         for key, value in self.metadata_overrides.items():

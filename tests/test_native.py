@@ -43,7 +43,7 @@ def test_c_units(direct_folder: Path, name: str, sanitizer: str) -> None:
         pytest.skip(f"this compiler has no -fsanitize={sanitizer}")
     assert built.returncode == 0, built.stderr
     for words in PROGRAMS[name]:
-        command = [program, direct_folder / "data", *words]
+        command: list[str | Path] = [program, direct_folder / "data", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         if done.returncode == SKIPPED:
             pytest.skip(done.stdout)

@@ -231,6 +231,14 @@ class File(Closing):
         """A read-only mapping of the whole file. NativeError when the system refuses."""
         return self._open_native().map()
 
+    def resident_fraction(self) -> float | None:
+        """How much of the file is in the page cache, from 0 to 1; None when that isn't known."""
+        try:
+            resident = self._open_native().resident()
+        except NativeError:
+            return None
+        return resident / self.size if self.size else 1.0
+
     def check_size(self) -> None:
         """NativeError with ENODATA when the file has become shorter than it was at open."""
         self._open_native().check_size()

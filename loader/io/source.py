@@ -10,7 +10,7 @@ from loader.errors import DirectIOError, MappingError
 from loader.io.access import Decision, choose, disables_mmap
 from loader.io.file import File, describe_errno
 from loader.io.mapping import map_file
-from loader.options import Access
+from loader.options import Access, PageCache
 from loader.report import FileAccess
 
 logger = logging.getLogger("loader")
@@ -39,9 +39,10 @@ class Source:
         )
 
 
-def decide(file: File, requested: tuple[Access, ...]) -> Source:
+def decide(file: File, requested: tuple[Access, ...], page_cache: PageCache = "ignore") -> Source:
     """Decides how an open file is read, and maps it if that is the decision.
 
+    page_cache="reuse": what is in the page cache is taken from there.
     DirectIOError or MappingError when none of the requested modes can be had.
     """
     refusals: dict[Access, str] = {}
@@ -49,8 +50,10 @@ def decide(file: File, requested: tuple[Access, ...]) -> Source:
     if number is not None:
         refusals["direct"] = describe_errno(number)
     mapping_error: MappingError | None = None
+    reuse = page_cache == "reuse" and len(requested) > 1 and requested[0] == "direct"
+    resident = file.resident_fraction() if reuse else None
     while True:
-        decision = choose(requested, refusals)
+        decision = choose(requested, refusals, resident=resident)
         if decision is None:
             raise _nothing_left(file, requested, mapping_error)
         if decision.access != "mmap":
