@@ -110,9 +110,12 @@ typedef struct ld_memory ld_memory;
 
 /* Read-only mapping of the whole file; nothing is read. */
 int ld_map_open(ld_file *file, ld_memory **out);
-/* Reads the range into the page cache and the page tables. An I/O error or a
- * file that has shrunk gives -EFAULT (MADV_POPULATE_READ says so). */
-int ld_map_prefetch(const ld_memory *map, uint64_t offset, uint64_t length);
+/* Reads the range into the page cache and the page tables. exact: and nothing
+ * that the kernel would read ahead of it. An I/O error or a file that has shrunk
+ * gives -EFAULT (MADV_POPULATE_READ says so). */
+int ld_map_prefetch(const ld_memory *map, uint64_t offset, uint64_t length, int exact);
+/* The mapping of this file is going to be read from one end to the other. */
+int ld_file_read_ahead(ld_file *file);
 
 /* Anonymous zeroed memory, aligned to 2 MiB, in huge pages where the system
  * has them. */
@@ -231,7 +234,7 @@ enum ld_operation {
 
 struct ld_request {
     int32_t operation;
-    uint32_t type;               /* CHECK: the ggml type */
+    uint32_t type;               /* CHECK: the ggml type; PREFETCH: whether exact */
     ld_file *file;               /* READ; stays open until the queue is drained */
     const ld_memory *map;        /* PREFETCH; likewise */
     void *address;

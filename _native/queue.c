@@ -98,7 +98,8 @@ void ld_request_run(struct ld_request *request)
         request->result = populate(request->address, request->length);
         break;
     case LD_OP_PREFETCH:
-        request->result = ld_map_prefetch(request->map, request->offset, request->length);
+        request->result = ld_map_prefetch(request->map, request->offset, request->length,
+                                          (int)request->type);
         break;
     case LD_OP_CHECK:
         request->result =

@@ -16,7 +16,6 @@ from statistics import median
 
 import gguf
 import numpy as np
-import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import loader
@@ -94,14 +93,3 @@ def test_open_a_thousand_tensors(tmp_path: Path, benchmark: BenchmarkFixture) ->
     benchmark.extra_info["cpu_milliseconds"] = round(1000 * median(times), 2)
     print(f"\nCPU milliseconds to open 1000 tensors: {1000 * median(times):.2f}")
     benchmark(open_with_loader, path)
-
-
-@pytest.mark.parametrize("access", ["direct", "mmap", "buffered"])
-def test_load(gemma: Path, benchmark: BenchmarkFixture, access: str) -> None:
-    """A warm load of the real model into fresh memory."""
-
-    def load() -> int:
-        with loader.load(gemma, access=access) as weights:  # type: ignore[arg-type]  # one of the modes
-            return len(weights)
-
-    assert benchmark(load) == 236

@@ -145,6 +145,10 @@ class NativeFile:
         lib.ld_file_cursor(self._file, transfer._struct)
         return transfer
 
+    def read_ahead(self) -> None:
+        """Says that the mapping is going to be read from one end to the other."""
+        lib.ld_file_read_ahead(self._file)  # only advice
+
     def resident(self) -> int:
         """Bytes of the file in the page cache. NativeError when that can't be found out."""
         return _checked(lib.ld_file_resident(self._file))
@@ -238,9 +242,10 @@ class Queue:
         request = self._new(lib.LD_OP_POPULATE, address, length, tag)
         _checked(lib.ld_queue_submit(self._queue, request))
 
-    def prefetch(self, mapping: Memory, offset: int, length: int, tag: int) -> None:
-        """Submits a range of a mapping to be read into memory."""
+    def prefetch(self, mapping: Memory, offset: int, length: int, tag: int, *, exact: bool) -> None:
+        """Submits a range of a mapping to be read into memory; exact: without reading ahead."""
         request = self._new(lib.LD_OP_PREFETCH, 0, length, tag)
+        request.type = exact
         request.map = mapping._memory
         request.offset = offset
         self._mappings.add(mapping)

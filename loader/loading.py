@@ -11,6 +11,7 @@ from dataclasses import asdict
 import numpy as np
 
 from loader._ffi import Memory, NativeError
+from loader.device.host import peak_memory
 from loader.errors import DeviceUnavailableError, LoadCancelled, quoted
 from loader.gguf.checks import invalid_data
 from loader.gguf.tensors import TensorInfo
@@ -287,7 +288,7 @@ def _report(
         depth=options.tuning.depth if reads else None,
         chunk_bytes=options.tuning.chunk_bytes if reads else None,
         device=options.device,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_rss_bytes=peak_memory(),
         memory_bytes=size,
         phases=_phases(model, seconds, figures or Figures()),
     )

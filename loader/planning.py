@@ -29,6 +29,7 @@ from loader.report import FileAccess
 # Addresses are congruent to file offsets modulo this at least, so that tensors
 # are aligned in memory as they are in the file.
 _LEAST_MODULUS = 64
+_WHOLE = 0.9
 _LARGEST_MODULUS = 2 << 20  # the alignment of an arena
 _CLOSE, _MOST_ALIKE = 4, 2000  # where near matches of a wrong name are looked for
 
@@ -121,6 +122,11 @@ class Part:
         """What there is to be read."""
         given = sum(given.extent.length for given in self.given)
         return given + sum(extent.length for extent in self.extents)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nearly all of the file is read."""
+        return self.bytes >= _WHOLE * self.source.file.size
 
     @property
     def direct_required(self) -> bool:

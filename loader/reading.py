@@ -28,6 +28,10 @@ from loader.planning import Part
 _POPULATE_BYTES = 16 << 20
 _MOST_POPULATING = 4
 _MOST_CHECKING = 8
+# A mapping is prefetched in larger pieces, one after the other: the kernel's reading
+# ahead is best when one thread goes through the file.
+_PREFETCH_CHUNKS = 16
+_MOST_PREFETCHING = 1
 # How long we sleep at most before we look at signals.
 _WAIT_MILLISECONDS = 40
 
@@ -81,6 +85,10 @@ class Batch:
                 self.steps = range(begin, begin + self.size, _POPULATE_BYTES)
         for part in self.parts:
             step = align_up(chunk_bytes, part.source.file.alignments[1])
+            if part.source.mapping is not None:
+                step *= _PREFETCH_CHUNKS
+                if part.is_whole:
+                    part.source.file.read_ahead()
             self._cut_owned(part, step)
             self._cut_given(part, step)
 
@@ -216,9 +224,10 @@ class Reading:
                     batch.left -= 1
                     if batch.left == 0:
                         self._under_way -= batch.size
-                if not self._requests and self._held is None and not self._unread:
+                if self._requests:
+                    self._wait(advance)
+                elif self._held is None and not self._unread:
                     break
-                self._wait(advance)
         finally:
             self._queue.close()
             self.figures.reading += perf_counter() - started
@@ -240,6 +249,9 @@ class Reading:
             self._checks += 1
         while self._unread and self._reads < self._depth:
             batch, chunk = self._unread[0]
+            mapped = chunk.part.source.mapping is not None
+            if mapped and self._reads >= _MOST_PREFETCHING:
+                break
             if chunk.needs > batch.frontier and batch.steps:
                 break
             self._unread.popleft()
@@ -249,7 +261,8 @@ class Reading:
         part, mapping = chunk.part, chunk.part.source.mapping
         tag = self._enter(_Request(perf_counter(), batch, chunk=chunk))
         if mapping is not None:
-            self._queue.prefetch(mapping, chunk.offset, chunk.length, tag)
+            exact = not part.is_whole
+            self._queue.prefetch(mapping, chunk.offset, chunk.length, tag, exact=exact)
         else:
             part.source.file.submit(
                 self._queue,

@@ -146,7 +146,7 @@ def test_a_load_that_fails_leaves_nothing(
             faults.fail("pread_direct", errno.EIO, nth=3)
             faults.fail("pread", errno.EIO, nth=3)
             faults.fail("uring_result", errno.EIO, nth=3)
-            faults.fail("madvise", errno.EFAULT, nth=6)
+            faults.fail("madvise", errno.EFAULT, nth=1)
         with pytest.raises(LoaderError) as caught:
             opened.load(check_tensors=True, progress=cancel if how == "cancel" else None)
         assert memory() - before < 24 << 20, "the weights are gone, the header's memory is not"

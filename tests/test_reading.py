@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
+import hashlib
+import os
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +79,8 @@ def test_every_method_gives_the_same_bytes(
     if access != "mmap":
         assert (report.method, report.depth, report.chunk_bytes) == (method, depth, chunk_bytes)
     assert report.bytes_bounced == 0
-    assert report.phases.requests >= report.bytes // chunk_bytes
+    if access != "mmap":
+        assert report.phases.requests >= report.bytes // chunk_bytes
     assert 0 < report.phases.mean_in_flight <= depth + 0.01
 
 
@@ -199,8 +205,10 @@ def test_any_faults_give_the_bytes_or_the_error(
         try:
             found = content(model.load(method=method, chunk_bytes=1 << 20))
         except ReadError as error:
-            possible = {what for _, _, what in sequence}
-            assert error.errno in possible & {errno.EIO, errno.EINVAL, errno.EFAULT}
+            # A ring whose first call fails can't be had; else only what no retry helps.
+            possible = {what for call, _, what in sequence if call == "uring_enter"}
+            possible |= {errno.EIO, errno.EINVAL, errno.EFAULT}
+            assert error.errno in possible & {what for _, _, what in sequence}
         else:
             assert found == expected
         finally:
@@ -503,9 +511,9 @@ def test_mappings_that_fail_in_parallel(path: Path, expected: dict[str, bytes], 
                                         faults: Faults) -> None:  # fmt: skip
     assert expected
     with loader.open(path, access="mmap") as model:
-        faults.fail("madvise", errno.EFAULT, nth=6)
+        faults.fail("madvise", errno.EFAULT, nth=2)
         with pytest.raises(MappingError):
-            model.load(method=method, chunk_bytes=1 << 20)
+            model.load(method=method, chunk_bytes=256 << 10)
 
 
 def test_a_list_of_strings_costs_nothing_to_load(tmp_path: Path) -> None:
@@ -516,3 +524,56 @@ def test_a_list_of_strings_costs_nothing_to_load(tmp_path: Path) -> None:
         assert len(model.empty()) == 0
         assert len(model.load(into=buffers)) == 0
         assert list(model.stream()) == []
+
+
+def test_row_93_a_mapping_is_copied_in_large_pieces(path: Path, faults: Faults) -> None:
+    """Memory of the caller's, and mmap demanded: as many pieces as chunks, not as pages."""
+    expected = random_model(path, [8 << 20])["t0"].tobytes()
+    buffer = bytearray(8 << 20)
+    with loader.open(path, access="mmap") as model:
+        faults.fail("mlock", errno.EPERM)  # begins the counting
+        report = model.load(into={"t0": buffer}, chunk_bytes=4 << 20).report
+        assert faults.count("madvise") <= 2 * 3, "two calls for each chunk"
+    assert buffer == expected
+    assert report.bytes_mapped >= len(expected)
+
+
+def test_row_97_a_small_limit_for_locked_memory(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As nobody, since root may lock what it wants: one warning, and the load goes on."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    random_model(path, [1 << 20])
+    with loader.open(path) as model:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+                weights = model.load(mlock=True)
+                said = [r.getMessage() for r in caplog.records]
+                one = len(said) == 1 and "4096 bytes" in said[0] and "ulimit -l" in said[0]
+                status = 0 if one and len(weights) == 1 else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_row_107_eight_processes_on_one_file(path: Path, expected: dict[str, bytes]) -> None:
+    code = (
+        "import hashlib, loader, sys; w = loader.load(sys.argv[1]);"
+        "print(hashlib.sha256(b''.join(t.numpy().tobytes() for t in w.values())).hexdigest())"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    digest = hashlib.sha256(b"".join(expected.values())).hexdigest()
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert out.strip() == digest

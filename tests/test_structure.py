@@ -24,6 +24,7 @@ LAYERS = [
     ["reading"],
     ["loading"],
     ["model"],
+    ["measure"],
     ["compat", "cli"],
     ["__init__", "__main__"],
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,15 @@ def available_memory(root: Path = Path("/")) -> int | None:
     if "MemAvailable:" in meminfo:
         rooms.append(meminfo["MemAvailable:"] * 1024)
     return max(min(rooms), 0) if rooms else None
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that the process ever held (VmHWM, proc(5))."""
+    found = _fields(Path("/proc/self/status")).get("VmHWM:")
+    if found is not None:
+        return found * 1024
+    # It counts the parent of a process that was forked, too.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -231,6 +231,10 @@ class File(Closing):
         """A read-only mapping of the whole file. NativeError when the system refuses."""
         return self._open_native().map()
 
+    def read_ahead(self) -> None:
+        """Advises the system that the mapping is going to be read from one end to the other."""
+        self._open_native().read_ahead()
+
     def resident_fraction(self) -> float | None:
         """How much of the file is in the page cache, from 0 to 1; None when that isn't known."""
         try:

@@ -223,8 +223,8 @@ static void test_memory(void)
     ld_file *file = open_file(1);
     CHECK(ld_map_open(file, &memory) == 0);
     CHECK(memcmp(ld_memory_address(memory), expected, SIZE) == 0);
-    CHECK(ld_map_prefetch(memory, 1, SIZE - 1) == 0);
-    CHECK(ld_map_prefetch(memory, 1, SIZE) == -EINVAL);
+    CHECK(ld_map_prefetch(memory, 1, SIZE - 1, 1) == 0 && ld_file_read_ahead(file) == 0);
+    CHECK(ld_map_prefetch(memory, 1, SIZE, 0) == -EINVAL);
     ld_file_close(file);
     CHECK(((uint8_t *)ld_memory_address(memory))[SIZE - 1] == expected[SIZE - 1]);
     ld_memory_close(memory);

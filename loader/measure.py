@@ -1,0 +1,192 @@
+"""Measures loads of a model: access modes and methods in alternating rounds, beside the ceiling.
+
+The ceiling is what plain direct reads of the same file give, 8 MiB at a time,
+into memory that has its pages already. A run is cold when the file was out of
+the page cache before it; that is looked up, not assumed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from loader._ffi import Transfer
+from loader.errors import LoaderError
+from loader.io import File
+from loader.io.arena import allocate_arena
+from loader.io.ranges import align_up
+from loader.model import Model, open as open_model
+from loader.options import Access, Method
+
+CONFIGURATIONS: tuple[tuple[Access, Method | None], ...] = (
+    ("direct", "io_uring"),
+    ("direct", "threads"),
+    ("direct", "sync"),
+    ("buffered", "threads"),
+    ("buffered", "sync"),
+    ("mmap", None),
+)
+COLD = 0.01  # a file is out of the page cache when less of it is in there
+_CEILING_CHUNK = 8 << 20
+
+
+@dataclass
+class Run:
+    """The runs of one configuration. Times are seconds; cold: whether each run was."""
+
+    access: str
+    method: str | None
+    nbytes: int
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    cold: list[bool] = field(default_factory=list)
+    failed: str | None = None
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        return self.nbytes / median(self.seconds) if self.seconds else None
+
+    @property
+    def cpu_seconds_per_gb(self) -> float | None:
+        return 1e9 * median(self.cpu_seconds) / self.nbytes if self.cpu_seconds else None
+
+    @property
+    def spread(self) -> float | None:
+        """(slowest - fastest) / median."""
+        if not self.seconds:
+            return None
+        return (max(self.seconds) - min(self.seconds)) / median(self.seconds)
+
+    def to_dict(self, ceiling: float | None) -> dict[str, object]:
+        speed = self.bytes_per_second
+        return {
+            "access": self.access,
+            "method": self.method,
+            "seconds": self.seconds,
+            "bytes_per_second": speed,
+            "spread": self.spread,
+            "fraction_of_ceiling": speed / ceiling if speed and ceiling else None,
+            "cpu_seconds_per_gb": self.cpu_seconds_per_gb,
+            "cold": self.cold,
+            "failed": self.failed,
+        }
+
+
+def evict(path: str) -> bool:
+    """Drops a file from the page cache; whether it is out of it then."""
+    with Path(path).open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return is_cold(path)
+
+
+def is_cold(path: str) -> bool:
+    with File(path) as file:
+        found = file.resident_fraction()
+    return found is not None and found < COLD
+
+
+def measure(
+    path: str,
+    *,
+    rounds: int,
+    warm: bool,
+    configurations: tuple[tuple[Access, Method | None], ...] = CONFIGURATIONS,
+) -> tuple[Run, list[Run]]:
+    """The ceiling, and a Run for each configuration, in alternating rounds."""
+    with open_model(path, access="buffered"):
+        pass  # what is no model is an error, not a failed run
+    ceiling = Run("ceiling", None, 0)
+    runs = [Run(access, method, 0) for access, method in configurations]
+    with File(path) as file:
+        read = _ceiling_reader(file)
+        for _ in range(rounds):
+            if read is not None:
+                ceiling.nbytes = file.size
+                _time(ceiling, path, read, warm)
+            for run, (access, method) in zip(runs, configurations, strict=True):
+                if run.failed is None:
+                    _measure_load(run, path, access, method, warm)
+    return ceiling, runs
+
+
+def _ceiling_reader(file: File) -> Callable[[], object] | None:
+    """Reads a whole file directly into memory that is there; None where that can't be done."""
+    if not file.has_direct_io:
+        return None
+    memory = allocate_arena(align_up(file.size, _CEILING_CHUNK))
+    np.asarray(memory)[:: 1 << 12] = 0
+
+    def read() -> None:
+        transfer = Transfer(direct_required=True)
+        for offset in range(0, file.size, _CEILING_CHUNK):
+            length = min(_CEILING_CHUNK, file.size - offset)
+            address = memory.address + offset
+            file.pread_to(address, _CEILING_CHUNK, length, offset, transfer)
+
+    return read
+
+
+def _measure_load(run: Run, path: str, access: Access, method: Method | None, warm: bool) -> None:
+    def load(model: Model) -> None:
+        weights = model.load(method=method or "auto")
+        run.nbytes = weights.report.bytes
+        weights.close()
+
+    try:
+        with open_model(path, access=access) as model:
+            _time(run, path, lambda: load(model), warm)
+    except LoaderError as error:
+        run.failed = str(error)
+
+
+def _time(run: Run, path: str, call: Callable[[], object], warm: bool) -> None:
+    if warm:
+        warm_up(path)
+    cold = is_cold(path) if warm else evict(path)
+    cpu, started = time.process_time(), time.perf_counter()
+    call()
+    run.seconds.append(time.perf_counter() - started)
+    run.cpu_seconds.append(time.process_time() - cpu)
+    run.cold.append(cold)
+
+
+def warm_up(path: str) -> None:
+    """Reads a file into the page cache."""
+    with Path(path).open("rb") as file:
+        while file.read(_CEILING_CHUNK):
+            continue
+
+
+def plot(target: Path, title: str, ceiling: Run, runs: list[Run]) -> None:
+    """Draws throughput against the ceiling, and CPU time per GB, as a PNG. Needs matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise LoaderError(
+            "drawing needs matplotlib; install it with the extra: pip install 'gguf-dio[plot]'"
+        ) from None
+    done = [run for run in runs if run.seconds]
+    names = [f"{run.access}\n{run.method or ''}" for run in done]
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    speed, cpu = figure.subplots(1, 2)
+    speed.bar(names, [(run.bytes_per_second or 0) / 1e9 for run in done], color="#3b6ea8")
+    if ceiling.bytes_per_second:
+        speed.axhline(ceiling.bytes_per_second / 1e9, color="#c0392b", linestyle="--")
+        speed.text(
+            0.99, ceiling.bytes_per_second / 1e9, "ceiling", color="#c0392b",
+            ha="right", va="bottom", transform=speed.get_yaxis_transform(),
+        )  # fmt: skip
+    speed.set_title("throughput, GB/s")
+    cpu.bar(names, [run.cpu_seconds_per_gb or 0 for run in done], color="#7f8c8d")
+    cpu.set_title("CPU seconds per GB")
+    for axes in (speed, cpu):
+        axes.tick_params(axis="x", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(target, dpi=120)
