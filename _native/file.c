@@ -138,6 +138,13 @@ static int open_direct(struct ld_file *file, const char *path, uint64_t block_si
     return 0;
 }
 
+/* Buffered reads go through a file from one end to the other; reading ahead twice
+ * as far is measured to be faster. */
+static void advise(int fd)
+{
+    (void)posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+}
+
 /* O_NONBLOCK, so that a FIFO put there at the last moment can't hang us; it
  * has no meaning for a regular file and is taken off again. */
 static int open_regular(const char *path, struct stat *status)
@@ -178,6 +185,7 @@ int ld_file_open(const char *path, int direct, ld_file **out)
         .direct_fd = -1,
         .buffered_fd = fd,
     };
+    advise(fd);
     if (direct) {
         int error = open_direct(file, path, (uint64_t)status.st_blksize);
         atomic_store(&file->direct_errno, -error);
@@ -214,6 +222,7 @@ int ld_file_buffered_fd(struct ld_file *file)
         atomic_store(&file->direct_errno, -opened);
         return file->direct_fd;
     }
+    advise(opened);
     fd = -1;
     if (atomic_compare_exchange_strong(&file->buffered_fd, &fd, opened))
         return opened;

@@ -67,7 +67,8 @@ class Model(Closing):
         called with bytes done and total, the load is cancelled (LoadCancelled)
         when it returns False; into: memory to read to, see below; method: "auto",
         or, as a demand, "io_uring", "threads" or "sync" (one read at a time);
-        depth: how many reads are under way at once; chunk_bytes: the size of one.
+        depth: how many direct reads are under way at once (of buffered ones, and
+        of a mapping, more than two are no gain); chunk_bytes: the size of one.
 
         into: a mapping from name to a writable buffer (an array, a memoryview, the
         result of `empty`), or an earlier Weights, whose memory is used again:

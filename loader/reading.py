@@ -20,7 +20,7 @@ from loader.gguf.tensors import TensorInfo
 from loader.io.arena import allocate_arena
 from loader.io.mapping import prefetch_error
 from loader.io.ranges import align_up, chunks, place
-from loader.options import Method
+from loader.options import LARGEST_DEPTH, Method
 from loader.planning import Part
 
 # So much memory gets its pages at a time; smaller memory gets them while it is
@@ -30,8 +30,9 @@ _MOST_POPULATING = 4
 _MOST_CHECKING = 8
 # A mapping is prefetched in larger pieces, one after the other: the kernel's reading
 # ahead is best when one thread goes through the file.
-_PREFETCH_CHUNKS = 16
+_PREFETCH_CHUNKS = 32
 _MOST_PREFETCHING = 1
+_MOST_BUFFERED = 2  # so too for buffered reads; while one is copied the next one is read
 # How long we sleep at most before we look at signals.
 _WAIT_MILLISECONDS = 40
 
@@ -249,8 +250,7 @@ class Reading:
             self._checks += 1
         while self._unread and self._reads < self._depth:
             batch, chunk = self._unread[0]
-            mapped = chunk.part.source.mapping is not None
-            if mapped and self._reads >= _MOST_PREFETCHING:
+            if self._reads >= _most_at_once(chunk.part):
                 break
             if chunk.needs > batch.frontier and batch.steps:
                 break
@@ -382,6 +382,13 @@ class Reading:
         tensor.outstanding -= 1
         if tensor.outstanding == 0:
             self._ready.append((batch, tensor))
+
+
+def _most_at_once(part: Part) -> int:
+    """How many reads of a file are under way at the most, whatever the depth."""
+    if part.source.mapping is not None:
+        return _MOST_PREFETCHING
+    return _MOST_BUFFERED if part.buffered_only else LARGEST_DEPTH
 
 
 def _name_at(tensors: Iterable[Wanted], offset: int | None) -> str | None:
