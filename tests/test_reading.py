@@ -513,7 +513,7 @@ def test_mappings_that_fail_in_parallel(path: Path, expected: dict[str, bytes], 
     with loader.open(path, access="mmap") as model:
         faults.fail("madvise", errno.EFAULT, nth=2)
         with pytest.raises(MappingError):
-            model.load(method=method, chunk_bytes=256 << 10)
+            model.load(method=method, chunk_bytes=128 << 10)
 
 
 def test_a_list_of_strings_costs_nothing_to_load(tmp_path: Path) -> None:
