@@ -26,6 +26,7 @@ struct ld_statx {
 };
 _Static_assert(sizeof(struct ld_statx) == 256, "struct statx has 256 bytes");
 
+#define LD_MADV_DONTFORK 10
 #define LD_MADV_HUGEPAGE 14
 #define LD_MADV_WILLNEED 3
 #define LD_MADV_POPULATE_READ 22 /* Linux 5.14 */

@@ -106,6 +106,7 @@ struct ld_slots { /* a list */
 
 struct ld_queue {
     const struct ld_method *method;
+    pid_t owner; /* a forked child has the memory, but neither the threads nor the ring */
     struct ld_slot *slots;
     uint32_t capacity;
     pthread_mutex_t lock; /* of the lists, `closing` and the slots in them */
@@ -130,6 +131,8 @@ struct ld_method {
     void (*collect)(struct ld_queue *queue);
     /* Waits for what can't be called back, starts nothing more, and releases. */
     void (*close)(struct ld_queue *queue);
+    /* Releases what a forked child has of it. */
+    void (*abandon)(struct ld_queue *queue);
 };
 
 extern const struct ld_method ld_method_sync;
@@ -157,6 +160,8 @@ struct ld_memory {
 /* Wraps a mapping; on failure the mapping is removed. */
 int ld_memory_wrap(void *mapping, size_t mapping_length, uint8_t *address, uint64_t size,
                    struct ld_memory **out);
+/* madvise, tried again a bounded number of times when it was interrupted. */
+int ld_madvise_retrying(void *address, size_t length, int advice);
 /* The whole pages that hold a range of the memory; -EINVAL when the range
  * isn't inside it. */
 int ld_memory_pages(const struct ld_memory *memory, uint64_t offset, uint64_t length,

@@ -44,13 +44,8 @@ int ld_map_prefetch(const ld_memory *map, uint64_t offset, uint64_t length, int 
      * without it (EINVAL) leaves the reads running. */
     if (exact && ld_sys()->madvise(address, pages_length, LD_MADV_WILLNEED) != 0)
         return -errno;
-    while (ld_sys()->madvise(address, pages_length, LD_MADV_POPULATE_READ) != 0) {
-        if (errno == EINVAL && exact)
-            return 0;
-        if (errno == EINVAL)
-            return ld_sys()->madvise(address, pages_length, LD_MADV_WILLNEED) != 0 ? -errno : 0;
-        if (errno != EINTR && errno != EAGAIN)
-            return -errno;
-    }
-    return 0;
+    error = ld_madvise_retrying(address, pages_length, LD_MADV_POPULATE_READ);
+    if (error == -EINVAL)
+        error = exact ? 0 : ld_madvise_retrying(address, pages_length, LD_MADV_WILLNEED);
+    return error;
 }

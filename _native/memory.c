@@ -6,6 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+enum { MOST_AGAIN = 1000 };
+
 int ld_memory_wrap(void *mapping, size_t mapping_length, uint8_t *address, uint64_t size,
                    struct ld_memory **out)
 {
@@ -34,6 +36,16 @@ int ld_memory_pages(const struct ld_memory *memory, uint64_t offset, uint64_t le
     *address = memory->address + start;
     *pages_length = (size_t)(ld_align_up(offset + length, page) - start);
     return 0;
+}
+
+int ld_madvise_retrying(void *address, size_t length, int advice)
+{
+    for (int again = 0;; again++) {
+        if (ld_sys()->madvise(address, length, advice) == 0)
+            return 0;
+        if ((errno != EINTR && errno != EAGAIN) || again == MOST_AGAIN)
+            return -errno;
+    }
 }
 
 void *ld_memory_address(const ld_memory *memory)

@@ -33,4 +33,5 @@ const struct ld_method ld_method_sync = {
     .start = sync_start,
     .collect = sync_collect,
     .close = sync_close,
+    .abandon = sync_close,
 };

@@ -81,4 +81,5 @@ const struct ld_method ld_method_threads = {
     .start = ld_queue_delegate,
     .collect = threads_collect,
     .close = ld_workers_close,
+    .abandon = threads_collect, /* the threads are in the parent */
 };

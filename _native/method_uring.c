@@ -41,6 +41,8 @@ static int map_ring(struct ld_uring *uring, struct mapping *mapping, size_t leng
         ld_sys()->mmap(length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, uring->fd, offset);
     if (address == MAP_FAILED)
         return -errno;
+    /* A forked child mustn't take completions that are the parent's. */
+    (void)ld_sys()->madvise(address, length, LD_MADV_DONTFORK);
     *mapping = (struct mapping){address, length};
     return 0;
 }
@@ -241,9 +243,15 @@ static void uring_close(struct ld_queue *queue)
     close_uring(uring);
 }
 
+static void uring_abandon(struct ld_queue *queue)
+{
+    close_uring(queue->uring);
+}
+
 const struct ld_method ld_method_uring = {
     .open = uring_open,
     .start = uring_start,
     .collect = uring_collect,
     .close = uring_close,
+    .abandon = uring_abandon,
 };

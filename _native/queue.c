@@ -75,16 +75,12 @@ static void run_read(struct ld_request *request)
  * gives them when they are touched. */
 static int populate(uint8_t *address, uint64_t length)
 {
-    while (ld_sys()->madvise(address, length, LD_MADV_POPULATE_WRITE) != 0) {
-        if (errno == EINTR || errno == EAGAIN)
-            continue;
-        if (errno != EINVAL)
-            return -errno;
-        uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
-        for (uint64_t at = 0; at < length; at += page)
-            *(volatile uint8_t *)(address + at) = 0;
-        break;
-    }
+    int error = ld_madvise_retrying(address, length, LD_MADV_POPULATE_WRITE);
+    if (error != -EINVAL)
+        return error;
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    for (uint64_t at = 0; at < length; at += page)
+        *(volatile uint8_t *)(address + at) = 0;
     return 0;
 }
 
@@ -129,6 +125,8 @@ static bool is_valid(const struct ld_request *request)
 
 int ld_queue_submit(ld_queue *queue, const struct ld_request *request)
 {
+    if (queue->owner != getpid())
+        return -ECHILD;
     if (!is_valid(request))
         return -EINVAL;
     pthread_mutex_lock(&queue->lock);
@@ -158,6 +156,8 @@ static bool fetch(struct ld_queue *queue, struct ld_request *out)
 
 int ld_queue_wait(ld_queue *queue, int milliseconds, struct ld_request *out)
 {
+    if (queue->owner != getpid())
+        return -ECHILD;
     if (fetch(queue, out))
         return 1;
     if (ld_sys()->poll(queue->event_fd, milliseconds) < 0)
@@ -187,8 +187,10 @@ static void release(struct ld_queue *queue)
 {
     if (queue->event_fd >= 0)
         close(queue->event_fd);
-    pthread_cond_destroy(&queue->work);
-    pthread_mutex_destroy(&queue->lock);
+    if (queue->owner == getpid()) { /* elsewhere a thread may have held them */
+        pthread_cond_destroy(&queue->work);
+        pthread_mutex_destroy(&queue->lock);
+    }
     free(queue->slots);
     free(queue);
 }
@@ -200,6 +202,7 @@ static struct ld_queue *allocate_queue(uint32_t capacity)
         return NULL;
     *queue = (struct ld_queue){
         .slots = ld_sys()->realloc(NULL, capacity * sizeof *queue->slots),
+        .owner = getpid(),
         .capacity = capacity,
         .event_fd = -1,
         .free = {LD_NO_SLOT, LD_NO_SLOT},
@@ -244,6 +247,9 @@ void ld_queue_close(ld_queue *queue)
 {
     if (queue == NULL)
         return;
-    queue->method->close(queue);
+    if (queue->owner == getpid())
+        queue->method->close(queue);
+    else
+        queue->method->abandon(queue);
     release(queue);
 }

@@ -22,7 +22,7 @@ import loader
 from benchmarks.worker import LOADERS, MISSING
 from loader import _ffi
 from loader.io import File
-from loader.measure import CONFIGURATIONS, Run, evict, measure, warm_up
+from loader.measure import CONFIGURATIONS, Run, evict, measure, read_plainly, warm_up
 
 WORKER = Path(__file__).with_name("worker.py")
 Row = tuple[str, str]
@@ -76,15 +76,9 @@ def test_memory_used_again(model: Path, rounds: int, benchmark: BenchmarkFixture
         memory = _ffi.allocate(size + (8 << 20))
         np.asarray(memory)[::4096] = 0
 
-        def ceiling() -> None:
-            transfer = _ffi.Transfer()
-            for offset in range(0, size, 8 << 20):
-                n = min(8 << 20, size - offset)
-                file.pread_to(memory.address + offset, 8 << 20, n, offset, transfer)
-
         for _ in range(rounds):
             evict(str(model))
-            taken["ceiling"].append(timed(ceiling))
+            taken["ceiling"].append(timed(lambda: read_plainly(file, memory)))
             taken["into=weights"].append(timed(lambda: opened.load(into=weights)))
     top = median(seconds for seconds, _ in taken["ceiling"])
     rows = []

@@ -19,7 +19,7 @@ from loader.io.arena import allocate_arena
 from loader.io.file import describe_errno, log_fallback
 from loader.io.queue import open_queue
 from loader.io.ranges import place
-from loader.options import LoadOptions, Method, Progress
+from loader.options import LoadOptions, Progress
 from loader.planning import OpenModel, Part, fit_into_memory, plan, refuse_unknown, select
 from loader.reading import Batch, Figures, Reading
 from loader.report import Fallback, FileReport, LoadReport, Phases
@@ -83,21 +83,19 @@ def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOp
     """Loads tensors, which may be parts of those in the file."""
     started = time.perf_counter()
     given, arena = _destinations(wanted, options.into)
-    parts, size = plan(model, wanted, given)
-    if isinstance(options.into, Buffers) and arena is not None:
-        expected = {name: array.ctypes.data for name, array in options.into.items() if array.size}
-        if expected != _addresses(parts, arena):
-            # The file is mapped, or can't be read as when the buffers were made.
-            given, arena = options.into, None
-            parts, size = plan(model, wanted, given)
+    kept = arena
+    parts, size = plan(model, wanted, given, reuse=arena is not None)
+    if arena is not None and not _fits(parts, arena, options.into):
+        # The file is mapped, or can't be read as when the buffers were made.
+        given, arena = _places(model, wanted, options.into, arena), None
+        parts, size = plan(model, wanted, given)
+    if arena is not None:
+        _check_room(size, arena)
     if options.no_alloc:
-        report = _report(model, parts, wanted, options, started, size, None, None)
+        report = _report(model, parts, wanted, options, started, size, None)
         return Weights({}, report)
     if arena is None:
         size = fit_into_memory(model, parts, size)
-    elif arena.nbytes < size:
-        raise ValueError(f"into: {size} bytes are needed, the weights' memory has {arena.nbytes}")
-
     batch = Batch(parts, size, arena)
     ticker = _Ticker(options.progress, sum(part.bytes for part in parts))
     reading = _open_reading([batch], options)
@@ -114,8 +112,8 @@ def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOp
         _lock(parts, batch.arena)
     views = dict(_views(batch))
     tensors = {info.name: views[info.name] for info in wanted}
-    report = _report(model, parts, wanted, options, started, size, reading.figures, reading.method)
-    return Weights(tensors, report, batch.arena)
+    report = _report(model, parts, wanted, options, started, size, reading)
+    return Weights(tensors, report, kept or batch.arena)
 
 
 def stream(
@@ -193,15 +191,49 @@ def _destinations(
     names = {info.name for info in wanted}
     if isinstance(into, Weights):
         if into.arena is None:
-            raise ValueError("into: these weights have no memory of their own; they were mapped")
+            raise ValueError(
+                "into: these weights have no memory of their own; they were mapped, or read to "
+                "other memory"
+            )
         return {}, into.arena
-    if isinstance(into, Buffers) and into.keys() == names:
+    if isinstance(into, Buffers) and _sizes(into) == {i.name: i.nbytes for i in wanted}:
         return {}, into.arena
     if not isinstance(into, Mapping):
         raise TypeError(f"into must be a mapping from name to buffer, or Weights, not {into!r}")
     if strange := [name for name in into if name not in names]:
         raise ValueError(f"into: tensor {quoted(str(strange[0]))} is not loaded")
     return into, None
+
+
+def _sizes(buffers: Buffers) -> dict[str, int | None]:
+    return {name: array.nbytes for name, array in buffers.items()}
+
+
+def _fits(parts: Sequence[Part], arena: Memory, into: object) -> bool:
+    """Whether all that is planned is read to the arena, and, for buffers, to their places."""
+    if any(part.source.mapping is not None and part.extents for part in parts):
+        return False
+    if not isinstance(into, Buffers):
+        return True
+    expected = {name: array.ctypes.data for name, array in into.items() if array.size}
+    return expected == _addresses(parts, arena)
+
+
+def _places(
+    model: OpenModel, wanted: Sequence[TensorInfo], into: object, arena: Memory
+) -> Mapping[str, object]:
+    """Where the tensors go in memory that can't be read to as a whole, by name."""
+    if isinstance(into, Buffers):
+        return into
+    parts, size = plan(model, wanted, mapped=False)
+    _check_room(size, arena)
+    views = _views(Batch(parts, size, arena))
+    return {name: tensor.numpy() for name, tensor in views}
+
+
+def _check_room(size: int, arena: Memory) -> None:
+    if arena.nbytes < size:
+        raise ValueError(f"into: {size} bytes are needed, the weights' memory has {arena.nbytes}")
 
 
 def _addresses(parts: Iterable[Part], arena: Memory) -> dict[str, int]:
@@ -267,11 +299,10 @@ def _report(
     options: LoadOptions,
     started: float,
     size: int,
-    figures: Figures | None,
-    method: Method | None,
+    reading: Reading | None,
 ) -> LoadReport:
     moved = [part.moved for part in parts] + [part.header.moved for part in parts]
-    reads = figures is not None and any(part.source.mapping is None for part in parts)
+    used = reading if any(part.source.mapping is None for part in parts) else None
     seconds = time.perf_counter() - started
     return LoadReport(
         model=model.name,
@@ -284,13 +315,13 @@ def _report(
         bytes_bounced=sum(part.bytes_bounced for part in moved),
         open_seconds=model.open_seconds,
         seconds=seconds,
-        method=method if reads else None,
-        depth=options.tuning.depth if reads else None,
-        chunk_bytes=options.tuning.chunk_bytes if reads else None,
+        method=None if used is None else used.method,
+        depth=None if used is None else used.depth,
+        chunk_bytes=None if used is None else options.tuning.chunk_bytes,
         device=options.device,
         peak_rss_bytes=peak_memory(),
         memory_bytes=size,
-        phases=_phases(model, seconds, figures or Figures()),
+        phases=_phases(model, seconds, Figures() if reading is None else reading.figures),
     )
 
 

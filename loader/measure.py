@@ -7,6 +7,7 @@ the page cache before it; that is looked up, not assumed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from statistics import median
 
 import numpy as np
 
-from loader._ffi import Transfer
+from loader._ffi import Memory
 from loader.errors import LoaderError
 from loader.io import File
 from loader.io.arena import allocate_arena
+from loader.io.queue import open_queue
 from loader.io.ranges import align_up
 from loader.model import Model, open as open_model
 from loader.options import Access, Method
@@ -54,7 +56,8 @@ class Run:
 
     @property
     def cpu_seconds_per_gb(self) -> float | None:
-        return 1e9 * median(self.cpu_seconds) / self.nbytes if self.cpu_seconds else None
+        known = self.cpu_seconds and self.nbytes
+        return 1e9 * median(self.cpu_seconds) / self.nbytes if known else None
 
     @property
     def spread(self) -> float | None:
@@ -106,9 +109,9 @@ def measure(
     with File(path) as file:
         read = _ceiling_reader(file)
         for _ in range(rounds):
-            if read is not None:
+            if read is not None and ceiling.failed is None:
                 ceiling.nbytes = file.size
-                _time(ceiling, path, read, warm)
+                _try(ceiling, path, read, warm)
             for run, (access, method) in zip(runs, configurations, strict=True):
                 if run.failed is None:
                     _measure_load(run, path, access, method, warm)
@@ -122,14 +125,25 @@ def _ceiling_reader(file: File) -> Callable[[], object] | None:
     memory = allocate_arena(align_up(file.size, _CEILING_CHUNK))
     np.asarray(memory)[:: 1 << 12] = 0
 
-    def read() -> None:
-        transfer = Transfer(direct_required=True)
-        for offset in range(0, file.size, _CEILING_CHUNK):
-            length = min(_CEILING_CHUNK, file.size - offset)
-            address = memory.address + offset
-            file.pread_to(address, _CEILING_CHUNK, length, offset, transfer)
+    return lambda: read_plainly(file, memory)
 
-    return read
+
+def read_plainly(file: File, memory: Memory) -> None:
+    """Reads a file directly, one read of 8 MiB after the other, to memory that has room for whole
+    ones of them."""
+    queue, _ = open_queue("sync", 1)
+    try:
+        for offset in range(0, file.size, _CEILING_CHUNK):
+            length, address = min(_CEILING_CHUNK, file.size - offset), memory.address + offset
+            file.submit(
+                queue, address, _CEILING_CHUNK, length, offset, 0,
+                direct_required=True, buffered_only=False,
+            )  # fmt: skip
+            done = queue.wait(0)
+            if done is not None and done.result < 0:
+                raise file.error(-done.result, done.transfer, length)
+    finally:
+        queue.close()
 
 
 def _measure_load(run: Run, path: str, access: Access, method: Method | None, warm: bool) -> None:
@@ -138,9 +152,16 @@ def _measure_load(run: Run, path: str, access: Access, method: Method | None, wa
         run.nbytes = weights.report.bytes
         weights.close()
 
-    try:
+    def opened() -> None:
         with open_model(path, access=access) as model:
-            _time(run, path, lambda: load(model), warm)
+            load(model)
+
+    _try(run, path, opened, warm)
+
+
+def _try(run: Run, path: str, call: Callable[[], object], warm: bool) -> None:
+    try:
+        _time(run, path, call, warm)
     except LoaderError as error:
         run.failed = str(error)
 
@@ -163,14 +184,22 @@ def warm_up(path: str) -> None:
             continue
 
 
-def plot(target: Path, title: str, ceiling: Run, runs: list[Run]) -> None:
-    """Draws throughput against the ceiling, and CPU time per GB, as a PNG. Needs matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+def check_plot(target: Path) -> None:
+    """LoaderError, before anything is measured, when the picture couldn't be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
         raise LoaderError(
             "drawing needs matplotlib; install it with the extra: pip install 'gguf-dio[plot]'"
-        ) from None
+        )
+    if target.suffix.lower() != ".png":
+        raise LoaderError(f"{target}: a picture is drawn as a PNG; name it .png")
+    if not os.access(target.parent, os.W_OK):
+        raise LoaderError(f"{target}: its folder can't be written to")
+
+
+def plot(target: Path, title: str, ceiling: Run, runs: list[Run]) -> None:
+    """Draws throughput against the ceiling, and CPU time per GB, as a PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
     done = [run for run in runs if run.seconds]
     names = [f"{run.access}\n{run.method or ''}" for run in done]
     figure = Figure(figsize=(9, 4.5), layout="constrained")

@@ -121,6 +121,8 @@ class Model(Closing):
         """
         if "names" in options:
             raise TypeError("read_rows takes one name")
+        if "no_alloc" in options:
+            raise TypeError("no_alloc makes no sense for read_rows")
         chosen = replace(LoadOptions(**options), names=[name])
         opened = self._opened()
         (info,) = choose(opened, chosen)

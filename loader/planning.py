@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import pairwise
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +171,7 @@ def rows(info: TensorInfo, start: int, stop: int) -> TensorInfo:
     """A part of a tensor on its outermost axis, as a tensor; ValueError when there is no such."""
     if not info.shape:
         raise ValueError(f"tensor {quoted(info.name)} is a scalar and has no rows")
+    start, stop = index(start), index(stop)
     length, nbytes = info.shape[0], info.nbytes or 0
     if not 0 <= start <= stop <= length:
         raise ValueError(
@@ -191,24 +193,27 @@ def plan(
     wanted: Sequence[TensorInfo],
     given: Mapping[str, object] | None = None,
     *,
+    reuse: bool = False,
     mapped: bool = True,
 ) -> tuple[list[Part], int]:
     """One part per file, and the bytes of the arena that the owned ones share.
 
-    mapped: whether a mapping may take the place of memory.
+    reuse: whether the arena is memory that is used again; mapped: whether a
+    mapping may take the place of memory.
 
     given: memory of the caller's by name of tensor, all of them wanted. ValueError
     for memory that is read-only, of another size, or overlaps other memory;
     TypeError for what has none.
     """
     given = given or {}
-    buffers = {name: _buffer(model.tensors[name], source) for name, source in given.items()}
+    infos = {info.name: info for info in wanted}
+    buffers = {name: _buffer(infos[name], source) for name, source in given.items()}
     _refuse_overlaps(buffers)
     parts, end = [], 0
-    for index, file in enumerate(model.files):
-        tensors = [info for info in wanted if info.file == index]
+    for number, file in enumerate(model.files):
+        tensors = [info for info in wanted if info.file == number]
         source = _still_possible(file.source)
-        if given:
+        if given or reuse:
             source = _rather_buffered(source)
         if not mapped:
             source = Source(source.file, source.decision, None)

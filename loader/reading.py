@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from loader._ffi import Done, Memory, Queue
+from loader._ffi import Done, Memory, NativeError, Queue
+from loader.errors import ReadError
 from loader.gguf.checks import check_slices
 from loader.gguf.tensors import TensorInfo
 from loader.io.arena import allocate_arena
+from loader.io.file import SLICE_BYTES, describe_errno
 from loader.io.mapping import prefetch_error
+from loader.io.queue import MOST_CHECKING, MOST_POPULATING
 from loader.io.ranges import align_up, chunks, place
 from loader.options import LARGEST_DEPTH, Method
 from loader.planning import Part
@@ -26,8 +29,6 @@ from loader.planning import Part
 # So much memory gets its pages at a time; smaller memory gets them while it is
 # read. See ARCHITECTURE.md for what was measured.
 _POPULATE_BYTES = 16 << 20
-_MOST_POPULATING = 4
-_MOST_CHECKING = 8
 # A mapping is prefetched in larger pieces, one after the other: the kernel's reading
 # ahead is best when one thread goes through the file.
 _PREFETCH_CHUNKS = 32
@@ -114,6 +115,8 @@ class Batch:
                 address = base + extent.position + into
                 needs = address + room if self.steps and mapping is None else 0
                 inside = _overlapping(tensors, start, start + length)
+                if not inside:  # all of it lies between two tensors
+                    continue
                 self.chunks.append(Chunk(part, address, room, length, start, needs, inside))
 
     def _cut_given(self, part: Part, step: int) -> None:
@@ -166,10 +169,11 @@ class Figures:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What is in the queue under a tag."""
+    """What is in the queue under a tag. memory: kept until it is done."""
 
     since: float
     batch: Batch
+    memory: Memory | None
     chunk: Chunk | None = None
     populate: int | None = None
     check: Wanted | None = None
@@ -199,7 +203,7 @@ class Reading:
         self.method = method
         self._batches = iter(batches)
         self._queue = queue
-        self._depth = 1 if method == "sync" else depth
+        self.depth = 1 if method == "sync" else depth
         self._chunk_bytes = chunk_bytes
         self._check = check
         self._read_ahead = read_ahead
@@ -229,6 +233,11 @@ class Reading:
                     self._wait(advance)
                 elif self._held is None and not self._unread:
                     break
+        except NativeError as error:
+            raise ReadError(
+                f"the queue of reads failed: {describe_errno(error.errno)}; try another method=",
+                errno=error.errno,
+            ) from None
         finally:
             self._queue.close()
             self.figures.reading += perf_counter() - started
@@ -237,18 +246,18 @@ class Reading:
 
     def _submit(self) -> None:
         self._start_batches()
-        while self._unpopulated and self._populates < _MOST_POPULATING:
+        while self._unpopulated and self._populates < MOST_POPULATING:
             batch, address = self._unpopulated.popleft()
             end = batch.steps.start + batch.size
-            tag = self._enter(_Request(perf_counter(), batch, populate=address))
+            tag = self._enter(_Request(perf_counter(), batch, batch.arena, populate=address))
             self._queue.populate(address, min(_POPULATE_BYTES, end - address), tag)
             self._populates += 1
-        while self._unchecked and self._checks < _MOST_CHECKING:
+        while self._unchecked and self._checks < MOST_CHECKING:
             batch, tensor, address, length, first = self._unchecked.popleft()
-            request = _Request(perf_counter(), batch, check=tensor, first_block=first)
+            request = _Request(perf_counter(), batch, batch.arena, check=tensor, first_block=first)
             self._queue.check(int(tensor.info.ggml_type), address, length, self._enter(request))
             self._checks += 1
-        while self._unread and self._reads < self._depth:
+        while self._unread and self._reads < self.depth:
             batch, chunk = self._unread[0]
             if self._reads >= _most_at_once(chunk.part):
                 break
@@ -259,7 +268,7 @@ class Reading:
 
     def _read(self, batch: Batch, chunk: Chunk) -> None:
         part, mapping = chunk.part, chunk.part.source.mapping
-        tag = self._enter(_Request(perf_counter(), batch, chunk=chunk))
+        tag = self._enter(_Request(perf_counter(), batch, batch.arena, chunk=chunk))
         if mapping is not None:
             exact = not part.is_whole
             self._queue.prefetch(mapping, chunk.offset, chunk.length, tag, exact=exact)
@@ -284,7 +293,7 @@ class Reading:
 
     def _start_batches(self) -> None:
         """Starts batches while there is work for the queue to be had and room for their memory."""
-        while len(self._unread) < self._depth:
+        while len(self._unread) < self.depth:
             if self._held is None:
                 self._held = next(self._batches, None)
             batch = self._held
@@ -343,7 +352,9 @@ class Reading:
             raise error.in_tensor(_name_at(chunk.tensors, error.offset))
         chunk.part.bytes_mapped += chunk.length
         if chunk.copy is not None:
-            chunk.copy(chunk.offset, chunk.length)
+            end = chunk.offset + chunk.length
+            for start in range(chunk.offset, end, SLICE_BYTES):
+                chunk.copy(start, min(SLICE_BYTES, end - start))
 
     def _check_read(self, batch: Batch, chunk: Chunk, done: Done) -> int:
         part = chunk.part

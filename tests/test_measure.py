@@ -12,7 +12,7 @@ import pytest
 
 from loader.cli.text import size
 from loader.measure import CONFIGURATIONS, evict, is_cold, measure, warm_up
-from tests.build import model
+from tests.build import fixed, model
 from tests.conftest import Faults
 from tests.test_cli import Run, run
 
@@ -100,6 +100,15 @@ def test_bench_of_what_is_no_model(run: Run, tmp_path: Path) -> None:
     assert done.status == 1
     assert "HTML" in done.err
     assert run("bench", tmp_path / "missing").status == 1
+    (tmp_path / "empty.gguf").write_bytes(fixed(3, 0, 0))
+    assert run("bench", tmp_path / "empty.gguf", "--warm").status == 0
+
+
+def test_bench_refuses_a_picture_before_it_measures(run: Run, path: Path, tmp_path: Path) -> None:
+    for target in (tmp_path / "x.svg", tmp_path / "no" / "x.png"):
+        done = run("bench", path, "--plot", target)
+        assert done.status == 1
+        assert done.out == ""
 
 
 DOCTOR_KEYS = {

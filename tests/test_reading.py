@@ -77,7 +77,8 @@ def test_every_method_gives_the_same_bytes(
     assert content(weights) == expected
     report = weights.report
     if access != "mmap":
-        assert (report.method, report.depth, report.chunk_bytes) == (method, depth, chunk_bytes)
+        under_way = 1 if method == "sync" else depth
+        assert (report.method, report.depth, report.chunk_bytes) == (method, under_way, chunk_bytes)
     assert report.bytes_bounced == 0
     if access != "mmap":
         assert report.phases.requests >= report.bytes // chunk_bytes
@@ -115,7 +116,7 @@ def test_methods_of_the_environment(path: Path, monkeypatch: pytest.MonkeyPatch)
             loader.load(path)
         monkeypatch.setenv(f"GGUF_DIO_{name}", text)
     assert (report.method, report.depth) == ("threads", 3)
-    assert loader.load(path, method="sync", depth=5).report.depth == 5
+    assert loader.load(path, method="threads", depth=5).report.depth == 5
 
 
 # --- Faults, whichever way a request goes ---
@@ -347,6 +348,7 @@ def test_the_memory_of_an_earlier_load_is_used_again(
     with loader.open(path, access=access) as model, loader.open(other, access=access) as swapped:
         first = model.load(method=method)
         address = first["t0"].numpy().ctypes.data
+        assert first.arena is not None
         again = swapped.load(into=first, method=method)
         assert content(again) == {name: array_.tobytes() for name, array_ in second.items()}
         back = model.load(into=again, method=method)
@@ -356,6 +358,13 @@ def test_the_memory_of_an_earlier_load_is_used_again(
         small = swapped.load(names=["t3"])
         with pytest.raises(ValueError, match="bytes are needed"):
             model.load(into=small)
+        with loader.open(path, access="mmap") as mapping:
+            copied = mapping.load(into=back, method=method)
+            assert content(copied) == expected
+            place = copied["t0"].numpy().ctypes.data - first.arena.address
+            assert 0 <= place < first.arena.nbytes
+            assert copied["t0"].numpy().flags.writeable
+            assert copied.arena is first.arena
         mapped = loader.load(path, access="mmap")
         with pytest.raises(ValueError, match="mapped"):
             model.load(into=mapped)
@@ -577,3 +586,71 @@ def test_row_107_eight_processes_on_one_file(path: Path, expected: dict[str, byt
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert out.strip() == digest
+
+
+def test_a_stream_reads_nothing_to_memory_that_is_gone(direct_folder: Path, method: Method) -> None:
+    """Gaps that are read over, in chunks of their own: no chunk is left when a batch is ready."""
+    path = direct_folder / "m.gguf"
+    expected = random_model(path, [100, 48 << 10] * 60)
+    with loader.open(path, access="direct") as model:
+        names = [name for name in expected if int(name[1:]) % 2 == 0]
+        for name, tensor in model.stream(
+            names=names, method=method, chunk_bytes=4096, depth=64, memory_limit=1 << 20
+        ):
+            assert tensor.numpy().tobytes() == expected[name].tobytes()
+            del tensor
+
+
+def test_many_checks_and_one_read_at_once(direct_folder: Path, method: Method) -> None:
+    sizes = [1000] * 40 + [80 << 20]
+    path = direct_folder / "m.gguf"
+    expected = random_model(path, sizes)
+    weights = loader.load(path, method=method, depth=1, check_tensors=True)
+    assert weights["t40"].numpy().tobytes() == expected["t40"].tobytes()
+
+
+def test_a_fork_during_a_stream_harms_neither(
+    path: Path, expected: dict[str, bytes], method: Method
+) -> None:
+    with loader.open(path) as model:
+        stream = model.stream(method=method, chunk_bytes=64 << 10, memory_limit=1 << 20)
+        name, tensor = next(stream)
+        found = {name: tensor.numpy().tobytes()}
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                next(stream)
+            except ReadError as error:
+                status = 0 if error.errno == errno.ECHILD or method == "sync" else 2
+            finally:
+                del stream
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        found |= {name: tensor.numpy().tobytes() for name, tensor in stream}
+    assert found == expected
+
+
+def test_rows_to_memory_of_the_callers(direct_folder: Path) -> None:
+    values = np.arange(6000, dtype=np.float32).reshape(60, 100)
+    path = build.model(direct_folder / "m.gguf", {"t": values})
+    with loader.open(path) as model:
+        buffer = np.empty((3, 100), np.float32)
+        part = model.read_rows("t", np.int32(5), np.uint16(8), into={"t": buffer})
+        assert np.array_equal(buffer, values[5:8])
+        assert part.info.shape == (3, 100)
+        assert type(part.info.shape[0]) is int
+        with pytest.raises(ValueError, match="1200 bytes, its buffer 24000"):
+            model.read_rows("t", 5, 8, into=model.empty())
+        with pytest.raises(TypeError, match="no_alloc"):
+            model.read_rows("t", 5, 8, no_alloc=True)
+        with pytest.raises(TypeError):
+            model.read_rows("t", 1.5, 3)  # type: ignore[arg-type]  # that is the test
+
+
+def test_a_queue_that_fails_is_a_read_error(path: Path, faults: Faults) -> None:
+    random_model(path, [1000])
+    with loader.open(path) as model:
+        faults.fail("poll", errno.ENOMEM)
+        with pytest.raises(ReadError, match=r"queue.*ENOMEM"):
+            model.load(method="threads")

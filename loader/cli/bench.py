@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loader.cli.parser import Parser
 from loader.cli.text import note, print_json, print_line, printable, size
-from loader.measure import Run, measure, plot
+from loader.measure import Run, check_plot, measure, plot
 
 _ROUNDS = 3
 
@@ -22,6 +22,8 @@ def configure(parser: Parser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
+    if arguments.plot is not None:
+        check_plot(Path(arguments.plot))
     ceiling, runs = measure(arguments.model, rounds=_ROUNDS, warm=arguments.warm)
     if not arguments.warm and not all(all(run.cold) for run in [ceiling, *runs]):
         note(
@@ -53,7 +55,7 @@ def _line(run: Run, ceiling: float | None, warm: bool) -> str:
     if run.failed is not None:
         return f"{name} {printable(run.failed)}"
     speed = run.bytes_per_second
-    if speed is None:
+    if not speed:
         return f"{name} not possible here"
     if not warm and not all(run.cold):
         return f"{name} not cold"

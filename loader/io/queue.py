@@ -19,9 +19,13 @@ _NAMES: dict[Method, str] = {"io_uring": "uring", "threads": "threads", "sync": 
 _MOST_HELPERS = 4
 _MOST_READERS = 32
 
+# So many requests other than reads may be in a queue at once.
+MOST_POPULATING = 4
+MOST_CHECKING = 8
+
 
 def open_queue(method: MethodRequest, depth: int) -> tuple[Queue, Method]:
-    """A queue for `depth` reads and as many other requests, and the method that it has.
+    """A queue for `depth` reads and the other requests, and the method that it has.
 
     A named method is a demand: ReadError where it can't be had. "auto" takes
     the first that can: container rules forbid io_uring in many places.
@@ -33,7 +37,8 @@ def open_queue(method: MethodRequest, depth: int) -> tuple[Queue, Method]:
             name
         ]
         try:
-            return Queue(_NAMES[name], capacity=4 * depth + 4 * helpers, workers=workers), name
+            capacity = depth + MOST_POPULATING + MOST_CHECKING
+            return Queue(_NAMES[name], capacity=capacity, workers=workers), name
         except NativeError as error:
             failed = error.errno
     raise ReadError(
