@@ -328,6 +328,7 @@ def _report(
 def _phases(model: OpenModel, seconds: float, figures: Figures) -> Phases:
     return Phases(
         open=model.open_seconds,
+        header=model.header_seconds,
         plan=max(seconds - figures.reading, 0),
         read=figures.reading,
         wait=figures.waiting,

@@ -25,6 +25,7 @@ from loader.io.queue import open_queue
 from loader.io.ranges import align_up
 from loader.model import Model, open as open_model
 from loader.options import Access, Method
+from loader.report import LoadReport
 
 CONFIGURATIONS: tuple[tuple[Access, Method | None], ...] = (
     ("direct", "io_uring"),
@@ -182,6 +183,26 @@ def warm_up(path: str) -> None:
     with Path(path).open("rb") as file:
         while file.read(_CEILING_CHUNK):
             continue
+
+
+def fraction_of_ceiling(report: LoadReport) -> float | None:
+    """The speed of a load as a fraction of what plain direct reads of the same files give now.
+
+    Reads the files once more, past the page cache. None where they can't be read
+    directly, and for a load of nothing.
+    """
+    seconds, nbytes = 0.0, 0
+    for entry in report.files:
+        with File(entry.path) as file:
+            read = _ceiling_reader(file)
+            if read is None:
+                return None
+            started = time.perf_counter()
+            read()
+            seconds += time.perf_counter() - started
+            nbytes += file.size
+    speed = report.bytes_per_second
+    return speed / (nbytes / seconds) if speed and nbytes else None
 
 
 def check_plot(target: Path) -> None:

@@ -154,12 +154,14 @@ def _stream(
 def _open(path: PathLike, options: OpenOptions) -> tuple[Header, OpenModel]:
     started = time.perf_counter()
     file = File(path)
+    before = time.perf_counter()
     header = read_header(file)
+    header_seconds = time.perf_counter() - before
     _refuse_shard(file.path, header)
     header.metadata.override(options.metadata_overrides)
     opened = OpenFile(decide(file, options.modes, options.page_cache), header)
     seconds = time.perf_counter() - started
-    return header, OpenModel(file.path, (opened,), header.tensors, seconds)
+    return header, OpenModel(file.path, (opened,), header.tensors, seconds, header_seconds)
 
 
 def _single_path(path: PathLike | Sequence[PathLike]) -> PathLike:

@@ -68,12 +68,14 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """What a load needs to know of the model. name: its path as it was given."""
+    """What a load needs to know of the model. name: its path as it was given; header_seconds: of
+    open_seconds."""
 
     name: str
     files: tuple[OpenFile, ...]
     tensors: TensorTable
     open_seconds: float
+    header_seconds: float
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Part:
 
     tensors: those in memory of the load, or in the mapping; extents: what is
     read of them; given: tensors in memory of the caller's; moved, bytes_mapped:
-    what was read so far; buffered_only: don't read directly (any more).
+    what was read so far; buffered_only: don't read directly (any more); is_warm:
+    a mapped file is in the page cache.
     """
 
     source: Source
@@ -117,6 +120,7 @@ class Part:
     buffered_only: bool
     moved: Moved = field(default_factory=Moved)
     bytes_mapped: int = 0
+    is_warm: bool = False
 
     @property
     def bytes(self) -> int:

@@ -10,8 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import loader
 from loader.cli.text import size
-from loader.measure import CONFIGURATIONS, evict, is_cold, measure, warm_up
+from loader.measure import (
+    CONFIGURATIONS,
+    evict,
+    fraction_of_ceiling,
+    is_cold,
+    measure,
+    warm_up,
+)
 from tests.build import fixed, model
 from tests.conftest import Faults
 from tests.test_cli import Run, run
@@ -81,6 +89,15 @@ def test_a_file_is_cold_when_it_is_out_of_the_cache(path: Path) -> None:
     if not evict(str(path)):
         pytest.skip("the page cache can't be emptied here")
     assert is_cold(str(path))
+
+
+def test_the_fraction_of_the_ceiling_of_a_load(path: Path, faults: Faults) -> None:
+    found = fraction_of_ceiling(loader.load(path).report)
+    assert found is not None
+    assert 0.001 < found < 1000
+    assert fraction_of_ceiling(loader.load(path, names=[]).report) is None
+    faults.fail("pread_direct", errno.EINVAL)
+    assert fraction_of_ceiling(loader.load(path).report) is None
 
 
 def test_bench_draws_a_picture(run: Run, path: Path, tmp_path: Path) -> None:

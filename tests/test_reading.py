@@ -83,6 +83,7 @@ def test_every_method_gives_the_same_bytes(
     if access != "mmap":
         assert report.phases.requests >= report.bytes // chunk_bytes
     assert 0 < report.phases.mean_in_flight <= depth + 0.01
+    assert 0 < report.phases.header <= report.phases.open
 
 
 def test_a_method_that_cannot_be_had(
