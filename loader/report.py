@@ -45,10 +45,11 @@ class FileReport(FileAccess):
 class Phases:
     """Where the time of a load went, in seconds.
 
-    open: opening the model; header: of that, reading and checking the header; plan: all of the load that isn't reading; read: from
-    the first request to the last; wait: of that, asleep. populate, validate: the
-    sums of the times that memory was given its pages and data was checked, on
-    other threads. requests: reads; mean_in_flight: of them at once.
+    open: opening the model; header: of that, reading and checking the header;
+    plan: all of the load that isn't reading; read: from the first request to the
+    last; wait: of that, asleep. populate, validate: the sums of the times that
+    memory was given its pages and data was checked, on other threads. requests:
+    reads; mean_in_flight: of them at once.
     """
 
     open: float
