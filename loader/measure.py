@@ -103,8 +103,7 @@ def measure(
     configurations: tuple[tuple[Access, Method | None], ...] = CONFIGURATIONS,
 ) -> tuple[Run, list[Run]]:
     """The ceiling, and a Run for each configuration, in alternating rounds."""
-    with open_model(path, access="buffered"):
-        pass  # what is no model is an error, not a failed run
+    open_model(path, access="buffered").close()  # what is no model is an error, not a failed run
     ceiling = Run("ceiling", None, 0)
     runs = [Run(access, method, 0) for access, method in configurations]
     with File(path) as file:
