@@ -313,7 +313,7 @@ def fit_into_memory(model: OpenModel, parts: Sequence[Part], needed: int) -> int
 
     Where mmap isn't one of the requested modes that is a DeviceMemoryError.
     """
-    available = available_memory()
+    available = available_memory() if needed else None
     if available is None or needed <= available:
         return needed
     why = f"{needed} bytes of memory are needed and {available} are available"

@@ -85,13 +85,14 @@ class TensorTable(Mapping[str, TensorInfo]):
         return info
 
     def _make(self, name: str, record: Any) -> TensorInfo:
-        dims = record["dims"].tolist()[: int(record["n_dims"])]
+        # All fields at once: this is done for each tensor of a load.
+        _, _, _, dims, data_offset, nbytes, n_dims, type_id, known, _ = record.item()
         return TensorInfo(
             name=name,
-            ggml_type=ggml_type(int(record["type"])),
-            shape=tuple(reversed(dims)),
-            nbytes=int(record["nbytes"]) if record["known"] else None,
-            offset=self._data_offset + int(record["data_offset"]),
+            ggml_type=ggml_type(type_id),
+            shape=tuple(dims[:n_dims][::-1].tolist()),
+            nbytes=nbytes if known else None,
+            offset=self._data_offset + data_offset,
             file=self._file,
         )
 

@@ -48,12 +48,12 @@ PLAIN_DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 
+_MEMBERS = {int(kind): kind for kind in GGMLQuantizationType}
+
+
 def ggml_type(type_id: int) -> GGMLType:
     """The type of an id: a member of gguf's enumeration, or the id where it has none."""
-    try:
-        return GGMLQuantizationType(type_id)
-    except ValueError:
-        return type_id
+    return _MEMBERS.get(type_id, type_id)
 
 
 def type_name(kind: GGMLType) -> str:
