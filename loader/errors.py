@@ -202,7 +202,8 @@ def frames_released() -> Iterator[None]:
 
 
 def _clear(frame: FrameType) -> None:
-    if frame.f_globals.get("__package__", "").partition(".")[0] != __package__:
+    package = frame.f_globals.get("__package__") or ""  # None in a plain script
+    if package.partition(".")[0] != __package__:
         return
     with suppress(RuntimeError):  # a frame that is still running keeps its variables
         frame.clear()

@@ -201,6 +201,24 @@ def test_errors_of_a_callback_keep_what_is_the_callers(path: Path) -> None:
     assert frames[0].f_locals["precious"] == "kept"
 
 
+def test_errors_of_a_callback_in_a_plain_script(path: Path, tmp_path: Path) -> None:
+    """Its module has no package: __package__ is None there, as it never is under pytest."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import loader, sys\n"
+        "def fail(*_):\n"
+        "    raise ZeroDivisionError('mine')\n"
+        "try:\n"
+        "    loader.load(sys.argv[1], progress=fail)\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, path], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "ZeroDivisionError mine\n"
+
+
 def test_the_interpreter_shuts_down_with_live_tensors(path: Path) -> None:
     code = f"""
 import loader
