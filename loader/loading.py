@@ -11,6 +11,7 @@ from dataclasses import asdict
 import numpy as np
 
 from loader._ffi import Memory, NativeError
+from loader.batch import Batch
 from loader.device.host import peak_memory
 from loader.errors import DeviceUnavailableError, LoadCancelled, quoted
 from loader.gguf.checks import invalid_data
@@ -21,7 +22,7 @@ from loader.io.queue import open_queue
 from loader.io.ranges import place
 from loader.options import LoadOptions, Progress
 from loader.planning import OpenModel, Part, fit_into_memory, plan, refuse_unknown, select
-from loader.reading import Batch, Figures, Reading
+from loader.reading import Figures, Reading
 from loader.report import Fallback, FileReport, LoadReport, Phases
 from loader.tensor import Buffers, Tensor, Weights
 
@@ -124,16 +125,16 @@ def stream(
     batches = (Batch(*plan(model, group)) for group in _groups(wanted, limit // _STREAM_SHARE))
     ticker = _Ticker(options.progress, sum(info.nbytes or 0 for info in wanted))
     reading = _open_reading(batches, options)
-    views: dict[int, dict[str, Tensor]] = {}
+    views: dict[Batch, dict[str, Tensor]] = {}
     for batch, wanted_tensor in reading.run(ticker.advance):
         name = wanted_tensor.info.name
         if wanted_tensor.invalid is not None:
             raise invalid_data(model.name, {name: wanted_tensor.invalid})
-        if id(batch) not in views:
-            views[id(batch)] = dict(_views(batch))
-        tensor = views[id(batch)].pop(name)
-        if not views[id(batch)]:
-            del views[id(batch)]
+        if batch not in views:
+            views[batch] = dict(_views(batch))
+        tensor = views[batch].pop(name)
+        if not views[batch]:
+            del views[batch]
             for part in batch.parts:
                 log_fallback(part.source.file, part.moved)
             batch.arena = None

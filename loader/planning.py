@@ -232,7 +232,7 @@ def plan(
 def _plan_part(
     source: Source,
     header: Header,
-    tensors: Iterable[TensorInfo],
+    tensors: Sequence[TensorInfo],
     position: int,
     buffers: Mapping[str, WritableBuffer],
     given: Mapping[str, object],
@@ -240,7 +240,6 @@ def _plan_part(
     direct = source.decision.access == "direct"
     memory_alignment, offset_alignment = source.file.alignments if direct else (1, 1)
     modulus = max(memory_alignment, offset_alignment, header.alignment, _LEAST_MODULUS)
-    tensors = list(tensors)
     owned = [info for info in tensors if info.name not in buffers]
     layout = lay_out(
         ((info.offset, info.nbytes or 0) for info in owned),

@@ -21,6 +21,7 @@ LAYERS = [
     ["device"],
     ["fit"],
     ["planning", "tensor"],
+    ["batch"],
     ["reading"],
     ["loading"],
     ["model"],

@@ -97,11 +97,6 @@ class File(Closing):
         return self._fresh_info().direct_errno or None
 
     @property
-    def inode(self) -> tuple[int, int]:
-        """Device and inode number: what identifies the file, whatever its path says by now."""
-        return self._info.device, self._info.inode
-
-    @property
     def direct_for_loads(self) -> bool:
         """Whether positional reads can be direct, whatever happened to the cursor."""
         return self._fresh_info().has_direct_descriptor
