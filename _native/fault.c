@@ -149,13 +149,17 @@ static int fault_uring_register(int fd, unsigned opcode, void *argument, unsigne
                : -1;
 }
 
-/* A completion that came back short is one whose count says so. */
-static ssize_t fault_uring_result(int32_t result)
+/* Of a completion that is to come back short, or to fail, the bytes that it then
+ * didn't deliver are scrambled, as in short_read. */
+static ssize_t fault_uring_result(int32_t result, void *buffer)
 {
-    size_t count = result > 0 ? (size_t)result : 0;
-    if (!admit(LD_CALL_URING_RESULT, &count))
-        return -1;
-    return result > 0 ? (ssize_t)count : ld_sys_real.uring_result(result);
+    if (result <= 0)
+        return admit(LD_CALL_URING_RESULT, NULL) ? ld_sys_real.uring_result(result, buffer) : -1;
+    size_t count = (size_t)result;
+    bool admitted = admit(LD_CALL_URING_RESULT, &count);
+    size_t delivered = admitted ? count : 0;
+    memset((uint8_t *)buffer + delivered, 0xdb, (size_t)result - delivered);
+    return admitted ? (ssize_t)count : -1;
 }
 
 static int fault_eventfd(void)

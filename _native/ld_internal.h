@@ -42,8 +42,8 @@ struct ld_sys_table {
     int (*uring_setup)(unsigned entries, struct ld_uring_params *params);
     int (*uring_enter)(int fd, unsigned submit, unsigned wait, unsigned flags);
     int (*uring_register)(int fd, unsigned opcode, void *argument, unsigned count);
-    /* What a completion says: -1 with errno, or a count, as of a read. */
-    ssize_t (*uring_result)(int32_t result);
+    /* What a completion says of a read to `buffer`: -1 with errno, or a count. */
+    ssize_t (*uring_result)(int32_t result, void *buffer);
     int (*eventfd)(void);
     int (*poll)(int fd, int milliseconds); /* for reading */
     int (*thread_create)(pthread_t *thread, const pthread_attr_t *attributes,

@@ -210,7 +210,7 @@ static void complete(struct ld_queue *queue, const struct ld_uring_completion *c
 {
     uint32_t slot = (uint32_t)completion->user_data;
     struct ld_request *request = &queue->slots[slot].request;
-    ssize_t got = ld_sys()->uring_result(completion->result);
+    ssize_t got = ld_sys()->uring_result(completion->result, request->address);
     if (got > 0) {
         request->transfer.bytes_direct += (uint64_t)got;
         if ((uint64_t)got >= request->length) {

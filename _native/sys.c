@@ -91,8 +91,9 @@ static int sys_uring_register(int fd, unsigned opcode, void *argument, unsigned 
     return (int)syscall(SYS_io_uring_register, fd, opcode, argument, count);
 }
 
-static ssize_t sys_uring_result(int32_t result)
+static ssize_t sys_uring_result(int32_t result, void *buffer)
 {
+    (void)buffer;
     if (result >= 0)
         return result;
     errno = -result;
