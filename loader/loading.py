@@ -17,7 +17,7 @@ from loader.errors import DeviceUnavailableError, LoadCancelled, quoted
 from loader.gguf.checks import invalid_data
 from loader.gguf.tensors import TensorInfo
 from loader.io.arena import allocate_arena
-from loader.io.file import describe_errno, log_fallback
+from loader.io.file import describe_errno
 from loader.io.queue import open_queue
 from loader.io.ranges import place
 from loader.options import LoadOptions, Progress
@@ -100,11 +100,7 @@ def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOp
     batch = Batch(parts, size, arena)
     ticker = _Ticker(options.progress, sum(part.bytes for part in parts))
     reading = _open_reading([batch], options)
-    try:
-        ready = [tensor for _, tensor in reading.run(ticker.advance)]
-    finally:
-        for part in parts:
-            log_fallback(part.source.file, part.moved)
+    ready = [tensor for _, tensor in reading.run(ticker.advance)]
     ticker.finish()
     invalid = {t.info.name: t.invalid for t in ready if t.invalid is not None}
     if invalid:
@@ -135,8 +131,6 @@ def stream(
         tensor = views[batch].pop(name)
         if not views[batch]:
             del views[batch]
-            for part in batch.parts:
-                log_fallback(part.source.file, part.moved)
             batch.arena = None
         yield name, tensor
         del tensor
@@ -302,12 +296,13 @@ def _report(
     size: int,
     reading: Reading | None,
 ) -> LoadReport:
-    moved = [part.moved for part in parts] + [part.header.moved for part in parts]
-    used = reading if any(part.source.mapping is None for part in parts) else None
+    moved = [part.moved for part in parts] + [file.moved for file in model.files]
+    sources = [part.source for part in parts] or [file.source for file in model.files]
+    used = reading if any(source.mapping is None for source in sources) else None
     seconds = time.perf_counter() - started
     return LoadReport(
         model=model.name,
-        files=tuple(_file_report(part) for part in parts),
+        files=_file_reports(model, parts),
         tensors=len(wanted),
         bytes=sum(info.nbytes or 0 for info in wanted),
         bytes_direct=sum(part.bytes_direct for part in moved),
@@ -340,7 +335,15 @@ def _phases(model: OpenModel, seconds: float, figures: Figures) -> Phases:
     )
 
 
-def _file_report(part: Part) -> FileReport:
-    found = part.moved.fallback or part.header.moved.fallback  # that of the load counts more
-    fallback = None if found is None else Fallback(errno=found[0], offset=found[1])
-    return FileReport(**asdict(part.source.access()), fallback=fallback)
+def _file_reports(model: OpenModel, parts: Sequence[Part]) -> tuple[FileReport, ...]:
+    """Of all files, also of those that had no part in the load."""
+    by_number = {part.number: part for part in parts}
+    reports = []
+    for number, file in enumerate(model.files):
+        part = by_number.get(number)
+        source = file.source if part is None else part.source
+        # What the load met counts more than what reading the header did.
+        found = (part.moved.fallback if part is not None else None) or file.moved.fallback
+        fallback = None if found is None else Fallback(errno=found[0], offset=found[1])
+        reports.append(FileReport(**asdict(source.access()), fallback=fallback))
+    return tuple(reports)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
-
-from gguf import Keys
+from typing import TYPE_CHECKING
 
 from loader._closing import Closing
-from loader.errors import ShardError, frames_released
-from loader.gguf.header import Header, read_header
+from loader.errors import frames_released
 from loader.gguf.metadata import Metadata
-from loader.gguf.tensors import TensorInfo
-from loader.io.file import File
+from loader.gguf.shards import open_files
+from loader.gguf.tensors import TensorInfo, TensorTable
+from loader.io.access import disables_mmap
+from loader.io.file import log_fallback
 from loader.io.source import decide
 from loader.loading import choose, empty, load as execute, load_tensors, stream
 from loader.options import (
@@ -25,6 +25,7 @@ from loader.options import (
     MetadataValue,
     OpenOptions,
     PageCache,
+    PathLike,
     Selection,
 )
 from loader.planning import ModelFile, OpenFile, OpenModel, rows
@@ -33,27 +34,28 @@ from loader.tensor import Buffers, Tensor, Weights
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-PathLike: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+logger = logging.getLogger("loader")
 
 
 class Model(Closing):
     """An open model: its headers are read, its weights aren't. A context manager.
 
-    metadata: a mapping, arrays decoded on first touch; tensors: a mapping from
-    name to TensorInfo, in file order; files: a ModelFile for each file. All three
-    stay usable after `close`; loading doesn't. A model may be used from several
-    threads at once.
+    path: as it was given, the first one of a list; metadata: a mapping, arrays
+    decoded on first touch; tensors: a mapping from name to TensorInfo, in file
+    order; files: a ModelFile for each file. All of them stay usable after
+    `close`; loading doesn't. A model may be used from several threads at once.
     """
 
+    path: str
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
     files: tuple[ModelFile, ...]
 
     def __init__(self, path: PathLike | Sequence[PathLike], options: OpenOptions) -> None:
         with frames_released():
-            header, opened = _open(_single_path(path), options)
-        self.metadata = header.metadata
-        self.tensors = header.tensors
+            self.metadata, opened = _open(path, options)
+        self.path = opened.name
+        self.tensors = opened.tensors
         self.files = tuple(file.describe() for file in opened.files)
         self._open: OpenModel | None = opened
 
@@ -141,7 +143,8 @@ class Model(Closing):
         self._open = None
 
     def __repr__(self) -> str:
-        return f"<Model {self.files[0].path!r}, {len(self.tensors)} tensors>"
+        files = f"{len(self.files)} files, " if len(self.files) > 1 else ""
+        return f"<Model {self.path!r}, {files}{len(self.tensors)} tensors>"
 
 
 def _stream(
@@ -151,42 +154,30 @@ def _stream(
         yield from stream(model, wanted, options)
 
 
-def _open(path: PathLike, options: OpenOptions) -> tuple[Header, OpenModel]:
+def _open(path: PathLike | Sequence[PathLike], options: OpenOptions) -> tuple[Metadata, OpenModel]:
     started = time.perf_counter()
-    file = File(path)
-    before = time.perf_counter()
-    header = read_header(file)
-    header_seconds = time.perf_counter() - before
-    _refuse_shard(file.path, header)
-    header.metadata.override(options.metadata_overrides)
-    opened = OpenFile(decide(file, options.modes, options.page_cache), header)
-    seconds = time.perf_counter() - started
-    return header, OpenModel(file.path, (opened,), header.tensors, seconds, header_seconds)
-
-
-def _single_path(path: PathLike | Sequence[PathLike]) -> PathLike:
-    if isinstance(path, (str, bytes, os.PathLike)):
-        return path
-    if not isinstance(path, (list, tuple)):
-        raise TypeError(f"a model is a path or a list of paths, not {path!r}")
-    if len(path) != 1:
-        raise ShardError(f"{len(path)} paths were given; this version opens models of one file")
-    only = path[0]
-    if not isinstance(only, (str, bytes, os.PathLike)):
-        raise TypeError(f"a path is a str, bytes or os.PathLike, not {only!r}")
-    return only
-
-
-def _refuse_shard(path: str, header: Header) -> None:
-    """One file of several isn't a model: loading it alone would leave tensors out unnoticed."""
-    count = header.metadata.get(Keys.Split.LLM_KV_SPLIT_COUNT, 1)
-    if isinstance(count, int) and count > 1:
-        raise ShardError(
-            f"{path}: this is one of {count} files of a split model, which this version can't "
-            "load; join them with llama.cpp's gguf-split --merge",
-            path=path,
-            field=Keys.Split.LLM_KV_SPLIT_COUNT,
+    found = open_files(path)
+    header_seconds = time.perf_counter() - started
+    found.metadata.override(options.metadata_overrides)
+    files = tuple(
+        OpenFile(
+            decide(file, options.modes, options.page_cache),
+            header.version,
+            section.alignment,
+            section.begin,
+            header.moved,
         )
+        for file, header, section in found.files
+    )
+    table = TensorTable([(header.records, section.begin) for _, header, section in found.files])
+    name = os.fsdecode(path if isinstance(path, (str, bytes, os.PathLike)) else path[0])
+    if any(disables_mmap(file.source.decision) for file in files):
+        logger.info("%s: direct I/O is enabled and available, mmap is disabled", name)
+    fallen = ((file, header.moved.fallback) for file, header, _ in found.files)
+    if first := next(((file, how) for file, how in fallen if how is not None), None):
+        log_fallback(first[0], *first[1])
+    seconds = time.perf_counter() - started
+    return found.metadata, OpenModel(name, files, table, seconds, header_seconds)
 
 
 def open(  # noqa: A001 - the contract: loader.open
@@ -198,14 +189,17 @@ def open(  # noqa: A001 - the contract: loader.open
 ) -> Model:
     """Opens a model: reads and checks its header, decides how its weights will be read.
 
-    path: the file. access: "auto" (direct I/O, else mmap, else buffered reads),
-    one mode, which is a demand, or a sequence in order of preference; the default
-    comes from GGUF_DIO_ACCESS, else "auto". page_cache: "ignore", or "reuse": a
+    path: the file, any file of a split model (the others are found by its name),
+    or a list of all files of one, whatever they are called. access: "auto"
+    (direct I/O, else mmap, else buffered reads), one mode, which is a demand, or
+    a sequence in order of preference; the default comes from GGUF_DIO_ACCESS,
+    else "auto"; each file is decided by itself. page_cache: "ignore", or "reuse": a
     file of which at least 90% are in the page cache is mapped (or read
     buffered) although direct I/O is available, unless that is demanded.
     metadata_overrides: values that take the place of stored ones.
 
-    Raises FormatError and its kinds for what is no valid GGUF file, DirectIOError
+    Raises FormatError and its kinds for what is no valid GGUF file (ShardError for
+    a split model whose files aren't all there or don't belong together), DirectIOError
     or MappingError for a demand that can't be met, FileNotFoundError,
     PermissionError, IsADirectoryError, ReadError.
     """

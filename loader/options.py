@@ -21,6 +21,8 @@ Progress: TypeAlias = Callable[[int, int], object]
 # Names, or a predicate that takes a TensorInfo.
 Selection: TypeAlias = Iterable[str] | Callable[..., object]
 
+PathLike: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
 _T = TypeVar("_T")
 
 METHODS: tuple[MethodRequest, ...] = get_args(MethodRequest)

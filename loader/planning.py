@@ -17,7 +17,6 @@ import numpy.typing as npt
 from loader._ffi import Memory, WritableBuffer
 from loader.device.host import available_memory
 from loader.errors import DeviceMemoryError, MappingError, UnsupportedFormatError, quoted
-from loader.gguf.header import Header
 from loader.gguf.tensors import TensorInfo, TensorTable
 from loader.gguf.types import BLOCK_SIZES, why_unknown
 from loader.io.file import Moved
@@ -51,18 +50,22 @@ class ModelFile(FileAccess):
 
 @dataclass(frozen=True)
 class OpenFile:
-    """One file of an open model."""
+    """One file of an open model. version, tensor_alignment, data_offset: see ModelFile;
+    moved: what was read of it when it was opened."""
 
     source: Source
-    header: Header
+    version: int
+    tensor_alignment: int
+    data_offset: int
+    moved: Moved
 
     def describe(self) -> ModelFile:
         """The file for users."""
         return ModelFile(
             **asdict(self.source.access()),
-            version=self.header.version,
-            tensor_alignment=self.header.alignment,
-            data_offset=self.header.data_offset,
+            version=self.version,
+            tensor_alignment=self.tensor_alignment,
+            data_offset=self.data_offset,
         )
 
 
@@ -106,14 +109,14 @@ class Given:
 class Part:
     """The part of a load that one file plays.
 
-    tensors: those in memory of the load, or in the mapping; extents: what is
-    read of them; given: tensors in memory of the caller's; moved, bytes_mapped:
-    what was read so far; buffered_only: don't read directly (any more); is_warm:
-    a mapped file is in the page cache.
+    number: of the file in its model; tensors: those in memory of the load, or in
+    the mapping; extents: what is read of them; given: tensors in memory of the
+    caller's; moved, bytes_mapped: what was read so far; buffered_only: don't read
+    directly (any more); is_warm: a mapped file is in the page cache.
     """
 
+    number: int
     source: Source
-    header: Header
     tensors: list[TensorInfo]
     extents: tuple[Extent, ...]
     given: list[Given]
@@ -200,7 +203,8 @@ def plan(
     reuse: bool = False,
     mapped: bool = True,
 ) -> tuple[list[Part], int]:
-    """One part per file, and the bytes of the arena that the owned ones share.
+    """A part for each file that has one of the tensors, and the bytes of the arena that the owned
+    ones share.
 
     reuse: whether the arena is memory that is used again; mapped: whether a
     mapping may take the place of memory.
@@ -214,14 +218,17 @@ def plan(
     buffers = {name: _buffer(infos[name], source) for name, source in given.items()}
     _refuse_overlaps(buffers)
     parts, end = [], 0
-    for number, file in enumerate(model.files):
-        tensors = [info for info in wanted if info.file == number]
+    by_file: dict[int, list[TensorInfo]] = {}
+    for info in wanted:
+        by_file.setdefault(info.file, []).append(info)
+    for number, tensors in sorted(by_file.items()):
+        file = model.files[number]
         source = _still_possible(file.source)
         if given or reuse:
             source = _rather_buffered(source)
         if not mapped:
             source = Source(source.file, source.decision, None)
-        part = _plan_part(source, file.header, tensors, end, buffers, given)
+        part = _plan_part(number, source, file.tensor_alignment, tensors, end, buffers, given)
         if source.mapping is None and part.extents:
             last = part.extents[-1]
             end = last.position + last.room
@@ -230,8 +237,9 @@ def plan(
 
 
 def _plan_part(
+    number: int,
     source: Source,
-    header: Header,
+    tensor_alignment: int,
     tensors: Sequence[TensorInfo],
     position: int,
     buffers: Mapping[str, WritableBuffer],
@@ -239,7 +247,7 @@ def _plan_part(
 ) -> Part:
     direct = source.decision.access == "direct"
     memory_alignment, offset_alignment = source.file.alignments if direct else (1, 1)
-    modulus = max(memory_alignment, offset_alignment, header.alignment, _LEAST_MODULUS)
+    modulus = max(memory_alignment, offset_alignment, tensor_alignment, _LEAST_MODULUS)
     owned = [info for info in tensors if info.name not in buffers]
     layout = lay_out(
         ((info.offset, info.nbytes or 0) for info in owned),
@@ -249,8 +257,8 @@ def _plan_part(
         position=position,
     )
     return Part(
+        number,
         source,
-        header,
         owned,
         layout.extents,
         [

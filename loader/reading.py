@@ -8,6 +8,7 @@ tensor is ready when its last chunk is there and, if that was asked for, checked
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from loader._ffi import Done, Memory, NativeError, Queue
 from loader.batch import Batch, Chunk, Wanted
 from loader.errors import ReadError
 from loader.gguf.checks import check_slices
-from loader.io.file import SLICE_BYTES, describe_errno
+from loader.io.file import SLICE_BYTES, describe_errno, log_fallback
 from loader.io.mapping import prefetch_error
 from loader.io.queue import MOST_CHECKING, MOST_POPULATING
 from loader.options import LARGEST_DEPTH, Method
@@ -93,6 +94,7 @@ class Reading:
         self._unchecked: deque[tuple[Batch, Wanted, int, int, int]] = deque()
         self._ready: deque[tuple[Batch, Wanted]] = deque()
         self._requests: dict[int, _Request] = {}
+        self._warned = self._unreachable = False
         self._reads = self._populates = self._checks = 0
         self._tag = 0
 
@@ -151,6 +153,9 @@ class Reading:
             exact = not part.is_whole
             self._queue.prefetch(mapping, chunk.offset, chunk.length, tag, exact=exact)
         else:
+            if self._unreachable and not part.buffered_only and not part.direct_required:
+                part.buffered_only = True
+                part.moved.fall_back(errno.EFAULT, chunk.offset)
             part.source.file.submit(
                 self._queue,
                 chunk.address,
@@ -237,8 +242,8 @@ class Reading:
     def _check_read(self, batch: Batch, chunk: Chunk, done: Done) -> int:
         part = chunk.part
         part.moved.add(done.transfer)
-        # Memory that couldn't be read to directly once isn't tried again.
-        part.buffered_only |= done.transfer.fallback_errno != 0
+        if done.transfer.fallback_errno:
+            self._fallen_back(part, done.transfer.fallback_errno, done.transfer.fallback_offset)
         if done.result < 0:
             error = part.source.file.error(-done.result, done.transfer, chunk.length)
             raise error.in_tensor(_name_at(chunk.tensors, error.offset))
@@ -253,6 +258,14 @@ class Reading:
             )
             self._unread.appendleft((batch, rest))
         return done.result
+
+    def _fallen_back(self, part: Part, number: int, offset: int) -> None:
+        """Nothing more of the file is read directly, nor, where it is the memory that can't be
+        reached (EFAULT), of any other file. One warning for all of it."""
+        if not self._warned:
+            log_fallback(part.source.file, number, offset)
+        self._warned = part.buffered_only = True
+        self._unreachable |= number == errno.EFAULT
 
     def _arrived(self, batch: Batch, tensor: Wanted) -> None:
         slices = list(check_slices(tensor.info)) if self._check else []

@@ -26,13 +26,12 @@ from loader.errors import (
     DeviceMemoryError,
     DeviceUnavailableError,
     LoadCancelled,
-    ShardError,
     TensorDataError,
     UnsupportedFormatError,
 )
 from loader.options import AccessRequest
 from tests import build
-from tests.build import T1, T1_DATA, fixed, info, key, model, pad, random_bytes, scalar, write
+from tests.build import fixed, info, key, model, pad, random_bytes, write
 from tests.conftest import Faults
 
 MODES: list[AccessRequest] = ["direct", "mmap", "buffered"]
@@ -260,20 +259,6 @@ def test_wrong_options(path: Path) -> None:
 def test_paths_of_every_kind(path: Path, reference: dict[str, bytes]) -> None:
     for given in (str(path), path, os.fsencode(path), [path]):
         assert content(loader.load(given)) == reference
-
-
-def test_a_part_of_a_split_model_is_not_taken_for_a_model(tmp_path: Path) -> None:
-    keys = key("split.count", build.U16, scalar(build.U16, 3))
-    data = pad(fixed(3, 1, 1) + keys + info("t", [8], 0, 0)) + T1_DATA
-    with pytest.raises(ShardError, match="one of 3 files"):
-        loader.open(write(tmp_path / "m.gguf", data))
-    with pytest.raises(ShardError, match="2 paths"):
-        loader.open([tmp_path / "a", tmp_path / "b"])
-
-
-def test_row_73_metadata_wins_over_the_name(tmp_path: Path) -> None:
-    path = write(tmp_path / "x-00001-of-00013.gguf", T1)
-    assert content(loader.load(path)) == {"t": T1_DATA}
 
 
 # --- The choice ---

@@ -63,7 +63,7 @@ def _bytes_by_type(model: Model) -> dict[str, dict[str, int]]:
 
 def _as_object(model: Model, *, whole: bool) -> dict[str, object]:
     return {
-        "model": model.files[0].path,
+        "model": model.path,
         "files": [asdict(file) for file in model.files],
         "bytes": sum(info.nbytes or 0 for info in model.tensors.values()),
         "types": _bytes_by_type(model),

@@ -43,7 +43,7 @@ def execute(arguments: argparse.Namespace) -> None:
         names = _matching(arguments.tensors)
         if names is not None and not any(names(info) for info in model.tensors.values()):
             raise ValueError(
-                f"{model.files[0].path}: no tensor matches {' or '.join(arguments.tensors)}; "
+                f"{model.path}: no tensor matches {' or '.join(arguments.tensors)}; "
                 "gguf-dio inspect --tensors lists them"
             )
         with progress_bar("loading") as progress:

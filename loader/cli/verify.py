@@ -86,7 +86,7 @@ def execute(arguments: argparse.Namespace) -> None:
         objects = {key: None if found is None else asdict(found) for key, found in compared.items()}
         print_json(
             {
-                "model": files[0].path,
+                "model": arguments.model,
                 "files": [asdict(file) for file in files],
                 "tensors": digests,
                 **objects,
@@ -97,10 +97,10 @@ def execute(arguments: argparse.Namespace) -> None:
             print_line(list_line(name, digest, sys.stdout.encoding))
     for found in differences:
         if found:
-            raise VerifyError(f"{files[0].path} is not what {found.other} says: {found}")
+            raise VerifyError(f"{arguments.model} is not what {found.other} says: {found}")
         if not arguments.json:
             print_line(
-                f"{printable(files[0].path)}: {len(digests)} tensors are as in "
+                f"{printable(arguments.model)}: {len(digests)} tensors are as in "
                 f"{printable(found.other)}"
             )
 

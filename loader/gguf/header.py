@@ -12,10 +12,10 @@ from loader.errors import DeviceMemoryError, FormatError, UnsupportedFormatError
 from loader.gguf import metadata, tensors
 from loader.gguf.metadata import Metadata
 from loader.gguf.problems import explain
-from loader.gguf.tensors import TensorTable, check_layout
+from loader.gguf.tensors import Records, check_layout, data_length, read_records
 from loader.gguf.types import TYPE_TABLE
 from loader.io.arena import allocate_arena
-from loader.io.file import File, Moved, describe_errno, log_fallback
+from loader.io.file import File, Moved, describe_errno
 from loader.io.ranges import align_up
 
 # The first read; the memory that is set aside for a header (what isn't read into
@@ -28,19 +28,26 @@ LARGEST_HEADER = 1 << 30
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of one file says. alignment and data_offset (where the
-    tensor data begins) are bytes; moved counts what was read."""
+    """What the header of one file says beside its metadata. alignment: the file's own, None when
+    it says nothing; end: where the header ends; bytes. moved counts what was read."""
 
     version: int
-    alignment: int
-    data_offset: int
-    metadata: Metadata
-    tensors: TensorTable
+    alignment: int | None
+    end: int
+    records: Records
     moved: Moved
 
 
-def read_header(file: File, index: int = 0) -> Header:
-    """Reads and checks the header of a file, the `index`th of its model.
+@dataclass(frozen=True)
+class DataSection:
+    """Where a file has the data of its tensors: from `begin` on, at multiples of `alignment`."""
+
+    alignment: int
+    begin: int
+
+
+def read_header(file: File) -> tuple[Header, Metadata]:
+    """Reads and checks the header of a file; where the data is comes from `locate_data`.
 
     Raises FormatError or one of its kinds; ReadError when reading fails.
     """
@@ -48,25 +55,42 @@ def read_header(file: File, index: int = 0) -> Header:
     scan, memory = _scan(file, transfer)
     moved = Moved()
     moved.add(transfer)
-    log_fallback(file, moved)
     header = np.asarray(memory)
     header.flags.writeable = False
     path = file.path
     values = Metadata(path, np.frombuffer(scan.keys(), metadata.RECORD), header)
-    alignment = _alignment(path, values)
-    data_offset = align_up(scan.end, alignment)
-    records = np.frombuffer(scan.tensors(), tensors.RECORD)
-    table = TensorTable(path, records, header.data, data_offset, index)
-    if len(table):
+    table = np.frombuffer(scan.tensors(), tensors.RECORD)
+    records = read_records(path, table, header.data)
+    return Header(scan.version, _alignment(path, values), scan.end, records, moved), values
+
+
+def locate_data(file: File, header: Header, inherited: int | None = None) -> DataSection:
+    """Where the data of a file's tensors is; TensorLayoutError when it can't be there.
+
+    inherited: the alignment of the first file of a split model, for those of its
+    files that don't say theirs. By the specification it is 32 then, and so
+    llama.cpp's tools write them. gguf-py's writer aligns all files as the first
+    one; which of the two wrote a file is seen from its size.
+    """
+    alignment = header.alignment or int(GGUF_DEFAULT_ALIGNMENT)
+    if header.alignment is None and inherited is not None:
+        sizes = {_sealed_size(header, choice): choice for choice in (inherited, alignment)}
+        alignment = sizes.get(file.size, alignment)
+    begin = align_up(header.end, alignment)
+    if header.records.names:
         check_layout(
-            path,
-            records,
-            list(table),
+            file.path,
+            header.records,
             alignment=alignment,
-            data_offset=data_offset,
+            data_offset=begin,
             file_size=file.size,
         )
-    return Header(scan.version, alignment, data_offset, values, table, moved)
+    return DataSection(alignment, begin)
+
+
+def _sealed_size(header: Header, alignment: int) -> int:
+    """The bytes of a file that ends with its last tensor, padded."""
+    return align_up(header.end, alignment) + align_up(data_length(header.records), alignment)
 
 
 def _scan(file: File, transfer: Transfer) -> tuple[Scan, Memory]:
@@ -115,11 +139,11 @@ def _read(file: File, memory: Memory, have: int, wanted: int, transfer: Transfer
     return memory
 
 
-def _alignment(path: str, values: Metadata) -> int:
+def _alignment(path: str, values: Metadata) -> int | None:
     """general.alignment, which has to be a u32 and a power of two (GGUF specification)."""
     key = "general.alignment"
     if key not in values:
-        return int(GGUF_DEFAULT_ALIGNMENT)
+        return None
     kind, value = values.value_type(key), values[key]
     if kind != GGUFValueType.UINT32 or value == 0 or value & (value - 1):
         shown = quoted(value) if isinstance(value, str) else repr(value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -46,54 +48,85 @@ class TensorInfo:
     file: int
 
 
-class TensorTable(Mapping[str, TensorInfo]):
-    """The tensors of one file by name, in file order; infos are made when they are asked for.
+@dataclass(frozen=True)
+class Records:
+    """The tensors of one file as its header has them: their names, and the scan's table."""
 
-    Raises FormatError when a name comes twice.
+    names: list[str]
+    table: npt.NDArray[Any]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.uint64]:
+        """Bytes of each tensor's data; one for a tensor of unknown type."""
+        lengths = np.where(self.table["known"] == 0, np.uint64(1), self.table["nbytes"])
+        lengths[self.table["empty"] != 0] = 0
+        return lengths
+
+
+def data_length(records: Records) -> int:
+    """Bytes from the beginning of the data section to the end of its last tensor."""
+    ends = records.table["data_offset"] + records.lengths
+    return int(ends.max(initial=0))
+
+
+def read_records(path: str, table: npt.NDArray[Any], header: memoryview) -> Records:
+    """Decodes the names. FormatError when one comes twice."""
+    starts = table["name_offset"].tolist()
+    ends = (table["name_offset"] + table["name_length"]).tolist()
+    names = [
+        str(header[start:end], "utf-8", "surrogateescape")
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    if len(set(names)) != len(names):
+        seen: set[str] = set()
+        for index, name in enumerate(names):
+            if name in seen:
+                raise FormatError(
+                    f"{path}: the tensor {quoted(name)} is in the file twice",
+                    path=path,
+                    offset=int(table["offset"][index]),
+                    field=name,
+                )
+            seen.add(name)
+    return Records(names, table)
+
+
+class TensorTable(Mapping[str, TensorInfo]):
+    """The tensors of a model by name, in file order; infos are made when they are asked for.
+
+    files: the records of each file, and where its tensor data begins. No name
+    comes twice.
     """
 
-    def __init__(
-        self, path: str, records: npt.NDArray[Any], header: memoryview, data_offset: int, file: int
-    ) -> None:
-        self._records = records
-        self._data_offset = data_offset
-        self._file = file
+    def __init__(self, files: Sequence[tuple[Records, int]]) -> None:
+        self._files = files
+        self._begins: list[int] = []  # of each file, the index of its first tensor
+        self._indices: dict[str, int] = {}
         self._infos: dict[str, TensorInfo] = {}
-        starts = records["name_offset"].tolist()
-        ends = (records["name_offset"] + records["name_length"]).tolist()
-        names = [
-            str(header[start:end], "utf-8", "surrogateescape")
-            for start, end in zip(starts, ends, strict=True)
-        ]
-        self._indices = {name: index for index, name in enumerate(names)}
-        if len(self._indices) != len(names):
-            seen: set[str] = set()
-            for index, name in enumerate(names):
-                if name in seen:
-                    raise FormatError(
-                        f"{path}: the tensor {quoted(name)} is in the file twice",
-                        path=path,
-                        offset=int(records["offset"][index]),
-                        field=name,
-                    )
-                seen.add(name)
+        for records, _ in files:
+            self._begins.append(len(self._indices))
+            self._indices.update(zip(records.names, count(len(self._indices)), strict=False))
 
     def __getitem__(self, name: str) -> TensorInfo:
         info = self._infos.get(name)
         if info is None:
-            info = self._infos[name] = self._make(name, self._records[self._indices[name]])
+            info = self._infos[name] = self._make(name, self._indices[name])
         return info
 
-    def _make(self, name: str, record: Any) -> TensorInfo:
+    def _make(self, name: str, index: int) -> TensorInfo:
+        # The last one that begins there: files before it have no tensors.
+        file = bisect_right(self._begins, index) - 1
+        records, begin = self._files[file]
         # All fields at once: this is done for each tensor of a load.
-        _, _, _, dims, data_offset, nbytes, n_dims, type_id, known, _ = record.item()
+        record = records.table[index - self._begins[file]].item()
+        _, _, _, dims, data_offset, nbytes, n_dims, type_id, known, _ = record
         return TensorInfo(
             name=name,
             ggml_type=ggml_type(type_id),
             shape=tuple(dims[:n_dims][::-1].tolist()),
             nbytes=nbytes if known else None,
-            offset=self._data_offset + data_offset,
-            file=self._file,
+            offset=begin + data_offset,
+            file=file,
         )
 
     def in_order(self, names: Iterable[str]) -> list[str]:
@@ -114,13 +147,7 @@ class TensorTable(Mapping[str, TensorInfo]):
 
 
 def check_layout(
-    path: str,
-    records: npt.NDArray[Any],
-    names: list[str],
-    *,
-    alignment: int,
-    data_offset: int,
-    file_size: int,
+    path: str, records: Records, *, alignment: int, data_offset: int, file_size: int
 ) -> None:
     """Holds the places of the tensors against the file and against each other.
 
@@ -129,33 +156,26 @@ def check_layout(
     byte long, an empty one as nothing. Raises TensorLayoutError, or
     TruncatedFileError for data past the end of the file.
     """
-    offsets, nbytes = records["data_offset"], records["nbytes"]
+    offsets, names = records.table["data_offset"], records.names
     if (odd := np.flatnonzero(offsets % np.uint64(alignment))).size:
         index = int(odd[0])
         raise TensorLayoutError(
             f"{path}: tensor {quoted(names[index])} begins at {offsets[index]} of the data "
             f"section, which is no multiple of the alignment {alignment}",
             path=path,
-            offset=int(records["offset"][index]),
+            offset=int(records.table["offset"][index]),
             field=names[index],
         )
-    lengths = np.where(records["known"] == 0, np.uint64(1), nbytes)
-    lengths[records["empty"] != 0] = 0
-    _check_end(path, records, names, lengths, data_offset, file_size, alignment)
-    _check_overlaps(path, records, names, lengths, data_offset)
+    _check_end(path, records, data_offset, file_size, alignment)
+    _check_overlaps(path, records, data_offset)
 
 
 def _check_end(
-    path: str,
-    records: npt.NDArray[Any],
-    names: list[str],
-    lengths: npt.NDArray[np.uint64],
-    data_offset: int,
-    file_size: int,
-    alignment: int,
+    path: str, records: Records, data_offset: int, file_size: int, alignment: int
 ) -> None:
+    names, lengths = records.names, records.lengths
     room = np.uint64(max(file_size - data_offset, 0))
-    offsets = records["data_offset"]
+    offsets = records.table["data_offset"]
     # In this order, so that nothing wraps.
     outside = (offsets > room) | (lengths > room - np.minimum(offsets, room))
     # Behind a last tensor without padding an empty one begins past the end.
@@ -175,18 +195,13 @@ def _check_end(
     )
 
 
-def _check_overlaps(
-    path: str,
-    records: npt.NDArray[Any],
-    names: list[str],
-    lengths: npt.NDArray[np.uint64],
-    data_offset: int,
-) -> None:
+def _check_overlaps(path: str, records: Records, data_offset: int) -> None:
+    names, lengths, offsets = records.names, records.lengths, records.table["data_offset"]
     filled = np.flatnonzero(lengths)
     if filled.size < 2:
         return
-    order = filled[np.argsort(records["data_offset"][filled], kind="stable")]
-    starts = records["data_offset"][order]
+    order = filled[np.argsort(offsets[filled], kind="stable")]
+    starts = offsets[order]
     ends = np.maximum.accumulate(starts + lengths[order])
     overlapping = np.flatnonzero(starts[1:] < ends[:-1])
     if not overlapping.size:

@@ -58,11 +58,11 @@ def _reason(mode: Access, requested: Sequence[Access], refusals: Mapping[Access,
     ]
     if passed:
         return f"{' and '.join(passed)}; {_NAMES[mode]} is the next choice"
-    if disables_mmap(mode, requested):
+    if mode == "direct" and "mmap" in requested:
         return "direct I/O is enabled and available, so mmap is disabled"
     return f"{_NAMES[mode]} is the first choice and available"
 
 
-def disables_mmap(mode: Access, requested: Sequence[Access]) -> bool:
+def disables_mmap(decision: Decision) -> bool:
     """Whether direct I/O was taken although mmap would have been welcome too."""
-    return mode == "direct" and "mmap" in requested
+    return decision.access == "direct" and "mmap" in decision.requested

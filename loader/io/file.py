@@ -20,7 +20,7 @@ from loader._ffi import (
     WritableBuffer,
 )
 from loader.errors import DirectIOError, ReadError, ShortReadError
-from loader.options import Access
+from loader.options import Access, PathLike
 
 logger = logging.getLogger("loader")
 
@@ -55,9 +55,7 @@ class File(Closing):
     I/O can't be had is no error: see `has_direct_io` and `direct_errno`.
     """
 
-    def __init__(
-        self, path: str | bytes | os.PathLike[str] | os.PathLike[bytes], *, direct: bool = True
-    ) -> None:
+    def __init__(self, path: PathLike, *, direct: bool = True) -> None:
         self.path = os.fsdecode(path)
         _refuse_irregular(path, self.path)
         try:
@@ -315,25 +313,24 @@ class Moved:
         self.bytes_buffered += transfer.bytes_buffered
         self.bytes_bounced += transfer.bytes_bounced
         if transfer.fallback_errno:
-            here = (transfer.fallback_errno, transfer.fallback_offset)
-            if self.fallback is None or here[1] < self.fallback[1]:
-                self.fallback = here
+            self.fall_back(transfer.fallback_errno, transfer.fallback_offset)
+
+    def fall_back(self, number: int, offset: int) -> None:
+        if self.fallback is None or offset < self.fallback[1]:
+            self.fallback = (number, offset)
 
 
-def log_fallback(file: File, moved: Moved) -> None:
-    """One warning for a reading that went over to buffered reads."""
-    if moved.fallback is not None:
-        logger.warning(
-            "%s: direct reads stopped being possible at offset %d (%s); the rest is read buffered",
-            file.path,
-            moved.fallback[1],
-            describe_errno(moved.fallback[0]),
-        )
+def log_fallback(file: File, number: int, offset: int) -> None:
+    """The warning that a reading went over to buffered reads."""
+    logger.warning(
+        "%s: direct reads stopped being possible at offset %d (%s); the rest is read buffered",
+        file.path,
+        offset,
+        describe_errno(number),
+    )
 
 
-def _refuse_irregular(
-    path: str | bytes | os.PathLike[str] | os.PathLike[bytes], shown: str
-) -> None:
+def _refuse_irregular(path: PathLike, shown: str) -> None:
     """Before it is opened: opening a FIFO hangs, and opening a device may do things."""
     mode = os.stat(path).st_mode  # noqa: PTH116 - pathlib takes no bytes
     if stat.S_ISDIR(mode):

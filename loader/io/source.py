@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from loader._ffi import Memory
 from loader.errors import DirectIOError, MappingError
-from loader.io.access import Decision, choose, disables_mmap
+from loader.io.access import Decision, choose
 from loader.io.file import File, describe_errno
 from loader.io.mapping import map_file
 from loader.options import Access, PageCache
 from loader.report import FileAccess
-
-logger = logging.getLogger("loader")
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,6 @@ def decide(file: File, requested: tuple[Access, ...], page_cache: PageCache = "i
         except MappingError as error:
             mapping_error = error
             refusals["mmap"] = describe_errno(error.errno or 0)
-    if disables_mmap(decision.access, requested):
-        logger.info("%s: direct I/O is enabled and available, mmap is disabled", file.path)
     return Source(file, decision, None)
 
 
