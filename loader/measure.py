@@ -1,7 +1,7 @@
 """Measures loads of a model: access modes and methods in alternating rounds, beside the ceiling.
 
-The ceiling is what plain direct reads of the same file give, 8 MiB at a time,
-into memory that has its pages already. A run is cold when the file was out of
+The ceiling is what plain direct reads of the same files give, 8 MiB at a time,
+into memory that has its pages already. A run is cold when the files were out of
 the page cache before it; that is looked up, not assumed.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from loader.errors import LoaderError
 from loader.io import File
 from loader.io.arena import allocate_arena
 from loader.io.queue import open_queue
-from loader.io.ranges import align_up
+from loader.io.ranges import align_down, align_up
 from loader.model import Model, open as open_model
 from loader.options import Access, Method
 from loader.report import LoadReport
@@ -37,6 +38,7 @@ CONFIGURATIONS: tuple[tuple[Access, Method | None], ...] = (
 )
 COLD = 0.01  # a file is out of the page cache when less of it is in there
 _CEILING_CHUNK = 8 << 20
+_CEILING_MEMORY = 256 << 20
 
 
 @dataclass
@@ -103,38 +105,47 @@ def measure(
     configurations: tuple[tuple[Access, Method | None], ...] = CONFIGURATIONS,
 ) -> tuple[Run, list[Run]]:
     """The ceiling, and a Run for each configuration, in alternating rounds."""
-    open_model(path, access="buffered").close()  # what is no model is an error, not a failed run
+    with open_model(path, access="buffered") as model:  # what is no model is an error here
+        paths = [file.path for file in model.files]
     ceiling = Run("ceiling", None, 0)
     runs = [Run(access, method, 0) for access, method in configurations]
-    with File(path) as file:
-        read = _ceiling_reader(file)
+    with ExitStack() as stack:
+        files = [stack.enter_context(File(path)) for path in paths]
+        read = _ceiling_reader(files)
         for _ in range(rounds):
             if read is not None and ceiling.failed is None:
-                ceiling.nbytes = file.size
-                _try(ceiling, path, read, warm)
+                ceiling.nbytes = sum(file.size for file in files)
+                _try(ceiling, paths, read, warm)
             for run, (access, method) in zip(runs, configurations, strict=True):
                 if run.failed is None:
-                    _measure_load(run, path, access, method, warm)
+                    _measure_load(run, path, paths, access, method, warm)
     return ceiling, runs
 
 
-def _ceiling_reader(file: File) -> Callable[[], object] | None:
-    """Reads a whole file directly into memory that is there; None where that can't be done."""
-    if not file.has_direct_io:
+def _ceiling_reader(files: Sequence[File]) -> Callable[[], object] | None:
+    """Reads whole files directly into memory that is there; None where that can't be done."""
+    if not all(file.has_direct_io for file in files):
         return None
-    memory = allocate_arena(align_up(file.size, _CEILING_CHUNK))
+    largest = max(file.size for file in files)
+    memory = allocate_arena(min(align_up(largest, _CEILING_CHUNK), _CEILING_MEMORY))
     np.asarray(memory)[:: 1 << 12] = 0
 
-    return lambda: read_plainly(file, memory)
+    def read() -> None:
+        for file in files:
+            read_plainly(file, memory)
+
+    return read
 
 
 def read_plainly(file: File, memory: Memory) -> None:
     """Reads a file directly, one read of 8 MiB after the other, to memory that has room for whole
-    ones of them."""
+    ones of them; it is used from its beginning again when the file is larger."""
+    room = align_down(memory.nbytes, _CEILING_CHUNK)
     queue, _ = open_queue("sync", 1)
     try:
         for offset in range(0, file.size, _CEILING_CHUNK):
-            length, address = min(_CEILING_CHUNK, file.size - offset), memory.address + offset
+            length = min(_CEILING_CHUNK, file.size - offset)
+            address = memory.address + offset % room
             file.submit(
                 queue, address, _CEILING_CHUNK, length, offset, 0,
                 direct_required=True, buffered_only=False,
@@ -146,7 +157,9 @@ def read_plainly(file: File, memory: Memory) -> None:
         queue.close()
 
 
-def _measure_load(run: Run, path: str, access: Access, method: Method | None, warm: bool) -> None:
+def _measure_load(
+    run: Run, path: str, paths: list[str], access: Access, method: Method | None, warm: bool
+) -> None:
     def load(model: Model) -> None:
         weights = model.load(method=method or "auto")
         run.nbytes = weights.report.bytes
@@ -156,20 +169,23 @@ def _measure_load(run: Run, path: str, access: Access, method: Method | None, wa
         with open_model(path, access=access) as model:
             load(model)
 
-    _try(run, path, opened, warm)
+    _try(run, paths, opened, warm)
 
 
-def _try(run: Run, path: str, call: Callable[[], object], warm: bool) -> None:
+def _try(run: Run, paths: list[str], call: Callable[[], object], warm: bool) -> None:
     try:
-        _time(run, path, call, warm)
+        _time(run, paths, call, warm)
     except LoaderError as error:
         run.failed = str(error)
 
 
-def _time(run: Run, path: str, call: Callable[[], object], warm: bool) -> None:
-    if warm:
-        warm_up(path)
-    cold = is_cold(path) if warm else evict(path)
+def _time(run: Run, paths: list[str], call: Callable[[], object], warm: bool) -> None:
+    for path in paths:
+        if warm:
+            warm_up(path)
+        else:
+            evict(path)
+    cold = all(is_cold(path) for path in paths)
     cpu, started = time.process_time(), time.perf_counter()
     call()
     run.seconds.append(time.perf_counter() - started)
@@ -190,16 +206,15 @@ def fraction_of_ceiling(report: LoadReport) -> float | None:
     Reads the files once more, past the page cache. None where they can't be read
     directly, and for a load of nothing.
     """
-    seconds, nbytes = 0.0, 0
-    for entry in report.files:
-        with File(entry.path) as file:
-            read = _ceiling_reader(file)
-            if read is None:
-                return None
-            started = time.perf_counter()
-            read()
-            seconds += time.perf_counter() - started
-            nbytes += file.size
+    with ExitStack() as stack:
+        files = [stack.enter_context(File(entry.path)) for entry in report.files]
+        read = _ceiling_reader(files)
+        if read is None:
+            return None
+        started = time.perf_counter()
+        read()
+        seconds = time.perf_counter() - started
+        nbytes = sum(file.size for file in files)
     speed = report.bytes_per_second
     return speed / (nbytes / seconds) if speed and nbytes else None
 

@@ -13,7 +13,7 @@ _ROUNDS = 3
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file, or any file of a split model")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the result to a file")
     parser.add_argument(

@@ -28,7 +28,7 @@ _FIRST = 8
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file, or any file of a split model")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument(
         "--metadata", action="store_true", help="list the metadata (with --json, long arrays whole)"

@@ -19,7 +19,10 @@ from loader.report import LoadReport
 
 def configure(parser: Parser) -> None:
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a GGUF file; without it, a small sample is made"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a GGUF file, or any file of a split model; without it, a small sample is made",
     )
     add_access_flags(parser)
     parser.add_argument("--mlock", action="store_true", help="lock the weights into memory")

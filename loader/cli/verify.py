@@ -56,7 +56,7 @@ class _Differences:
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a GGUF file")
+    parser.add_argument("model", metavar="MODEL", help="a GGUF file, or any file of a split model")
     add_access_flags(parser)
     parser.add_argument("--against", metavar="OTHER", help="compare with another GGUF file")
     parser.add_argument("--check", metavar="FILE", help="compare with a list made by --write")
