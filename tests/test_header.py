@@ -517,12 +517,6 @@ def test_row_52_no_padding_after_the_last_tensor(path: Path) -> None:
     assert load(path, data) == {"t": b"123456789012"}
 
 
-def test_a_truncated_file_is_refused_until_it_is_complete(path: Path) -> None:
-    for cut in range(len(T1)):
-        refuse(path, T1[:cut], TruncatedFileError, "m.gguf: ")
-    assert load(path, T1) == {"t": T1_DATA}
-
-
 def test_row_56_a_large_vocabulary_takes_a_few_reads(tmp_path: Path, faults: Faults) -> None:
     path = model(tmp_path / "m.gguf", {"t": np.zeros(8, np.float32)}, tokens=256 * 1024)
     faults.fail("mlock", errno.EPERM)  # begins the counting

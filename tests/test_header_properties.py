@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import loader
-from loader.errors import FormatError
+from loader.errors import FormatError, TruncatedFileError
+from loader.options import Access
 from tests import build
-from tests.build import array, fixed, info, key, pad, scalar
+from tests.build import fixed, key
+from tests.fields import CHANGES, WILD, Field, Keys, Tensors, Value, file_fields, join
 
 names = st.binary(min_size=1, max_size=20)
 SCALARS = {
@@ -31,7 +35,6 @@ SCALARS = {
     build.I64: st.integers(-(1 << 63), (1 << 63) - 1),
     build.F64: st.floats(),
 }
-Value = tuple[int, int | None, Any]  # type, type of the elements, value
 
 
 @st.composite
@@ -44,33 +47,28 @@ def values(draw: st.DrawFn) -> Value:
 
 
 @st.composite
-def files(
-    draw: st.DrawFn,
-) -> tuple[bytes, dict[bytes, Value], dict[bytes, tuple[list[int], bytes]]]:
-    """A file, the metadata and the tensors (dims and bytes) in it."""
-    keys = draw(
+def files(draw: st.DrawFn) -> tuple[list[Field], Keys, Tensors]:
+    """A file, the metadata and the tensors in it."""
+    keys: Keys = draw(
         st.dictionaries(names.filter(lambda n: n != b"general.alignment"), values(), max_size=5)
     )
     alignment = draw(st.sampled_from([None, 1, 8, 32, 256]))
     if alignment is not None:
         keys[b"general.alignment"] = (build.U32, None, alignment)
-    tensors: dict[bytes, tuple[list[int], bytes]] = {}
-    infos, data = b"", b""
+    tensors: Tensors = {}
     for name in draw(st.lists(names, max_size=5, unique=True)):
         dims = draw(st.lists(st.integers(0, 5), max_size=4))
-        content = draw(
-            st.binary(
-                min_size=int(np.prod(dims, dtype=int)), max_size=int(np.prod(dims, dtype=int))
-            )
-        )
-        data = pad(data, alignment or 32) + bytes(draw(st.sampled_from([0, alignment or 32])))
-        infos += info(name, dims, 24, len(data))
-        tensors[name] = (dims, content)
-        data += content
-    raw = fixed(draw(st.sampled_from([2, 3])), len(tensors), len(keys))
-    for name, (kind, element, value) in keys.items():
-        raw += key(name, kind, scalar(kind, value) if element is None else array(element, value))
-    return pad(raw + infos, alignment or 32) + data, keys, tensors
+        size = int(np.prod(dims, dtype=int))
+        tensors[name] = (dims, draw(st.binary(min_size=size, max_size=size)))
+    step = alignment or 32
+    fields = file_fields(
+        draw(st.sampled_from([2, 3])),
+        keys,
+        tensors,
+        alignment=step,
+        gap=draw(st.sampled_from([0, step])),
+    )
+    return fields, keys, tensors
 
 
 def decode(name: bytes) -> str:
@@ -93,13 +91,10 @@ fixture = HealthCheck.function_scoped_fixture
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[fixture])
 @given(files())
-def test_what_is_written_is_read(
-    tmp_path: Path,
-    file: tuple[bytes, dict[bytes, Value], dict[bytes, tuple[list[int], bytes]]],
-) -> None:
-    data, keys, tensors = file
+def test_what_is_written_is_read(tmp_path: Path, file: tuple[list[Field], Keys, Tensors]) -> None:
+    fields, keys, tensors = file
     path = tmp_path / "m.gguf"
-    path.write_bytes(data)
+    path.write_bytes(join(fields))
     with loader.open(path, access=("direct", "buffered")) as model:
         assert list(model.metadata) == [decode(name) for name in keys]
         for name, (kind, element, value) in keys.items():
@@ -114,24 +109,8 @@ def test_what_is_written_is_read(
             assert array_.tobytes() == content
 
 
-WILD = [0, 1, 9, 255, 1 << 31, (1 << 32) - 1, 1 << 61, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
-
-
-@settings(max_examples=500, deadline=None, suppress_health_check=[fixture])
-@given(files(), st.data())
-def test_any_change_is_an_error_or_another_file(
-    tmp_path: Path,
-    file: tuple[bytes, dict[bytes, Value], dict[bytes, tuple[list[int], bytes]]],
-    draw: st.DataObject,
-) -> None:
-    """No crash, no other exception, and what opens can be loaded from inside the file."""
-    data = bytearray(file[0])
-    for _ in range(draw.draw(st.integers(1, 3))):
-        at = draw.draw(st.integers(0, len(data) - 1))
-        value = struct.pack("<Q", draw.draw(st.sampled_from(WILD) | st.integers(0, (1 << 64) - 1)))
-        n = draw.draw(st.sampled_from([1, 4, 8]))
-        data[at : at + n] = value[: min(n, len(data) - at)]
-    path = tmp_path / "m.gguf"
+def check_changed(path: Path, data: bytes) -> None:
+    """A changed file is refused by name, or what it has now can be loaded, from inside of it."""
     path.write_bytes(data)
     try:
         model = loader.open(path, access=("direct", "buffered"))
@@ -148,14 +127,60 @@ def test_any_change_is_an_error_or_another_file(
             assert tensor.numpy().tobytes() == data[start : start + nbytes]
 
 
+EVERY_FIELD = {
+    "magic", "version", "tensor count", "key count", "key name length", "key name", "value type",
+    "value", "value length", "element type", "element count", "element", "element length",
+    "tensor name length", "tensor name", "n_dims", "dim", "tensor type", "tensor offset",
+    "padding", "data",
+}  # fmt: skip
+
+
+def test_every_field_changed_is_an_error_or_another_file(tmp_path: Path) -> None:
+    """No crash and no other exception, whichever field is changed and how."""
+    reached: set[str] = set()
+
+    @settings(max_examples=1000, deadline=None)
+    @given(files(), st.data())
+    def check(file: tuple[list[Field], Keys, Tensors], draw: st.DataObject) -> None:
+        fields = list(file[0])
+        for _ in range(draw.draw(st.integers(1, 3))):
+            kinds = sorted({what for what, _ in fields})
+            if not kinds:
+                break
+            kind = draw.draw(st.sampled_from(kinds))
+            at = draw.draw(
+                st.sampled_from([i for i, (what, _) in enumerate(fields) if what == kind])
+            )
+            change = draw.draw(st.sampled_from(CHANGES))
+            change(fields, at, draw.draw(st.sampled_from(WILD) | st.integers(0, (1 << 64) - 1)))
+            reached.add(kind)
+        check_changed(tmp_path / "m.gguf", join(fields))
+
+    check()
+    assert reached == EVERY_FIELD
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[fixture])
+@given(files(), st.data())
+def test_any_byte_changed_is_an_error_or_another_file(
+    tmp_path: Path, file: tuple[list[Field], Keys, Tensors], draw: st.DataObject
+) -> None:
+    data = bytearray(join(file[0]))
+    for _ in range(draw.draw(st.integers(1, 3))):
+        at = draw.draw(st.integers(0, len(data) - 1))
+        value = struct.pack("<Q", draw.draw(st.sampled_from(WILD) | st.integers(0, (1 << 64) - 1)))
+        n = draw.draw(st.sampled_from([1, 4, 8]))
+        data[at : at + n] = value[: min(n, len(data) - at)]
+    check_changed(tmp_path / "m.gguf", bytes(data))
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=[fixture])
 @given(files(), st.data())
 def test_a_cut_file_is_refused_or_has_lost_nothing(
-    tmp_path: Path,
-    file: tuple[bytes, dict[bytes, Value], dict[bytes, tuple[list[int], bytes]]],
-    draw: st.DataObject,
+    tmp_path: Path, file: tuple[list[Field], Keys, Tensors], draw: st.DataObject
 ) -> None:
-    data, _, tensors = file
+    fields, _, tensors = file
+    data = join(fields)
     cut = draw.draw(st.integers(0, len(data)))
     path = tmp_path / "m.gguf"
     path.write_bytes(data[:cut])
@@ -165,6 +190,85 @@ def test_a_cut_file_is_refused_or_has_lost_nothing(
         return
     found = {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
     assert found == {decode(name): content for name, (_, content) in tensors.items()}
+
+
+def test_ten_thousand_changed_files_within_a_limit_of_memory(tmp_path: Path) -> None:
+    """In a process that may have little more memory than it has before the first file, and each
+    file in a time that its size justifies."""
+    code = """
+import resource, sys, time
+from pathlib import Path
+from random import Random
+import loader
+from loader.errors import FormatError, TruncatedFileError
+from tests.fields import CHANGES, WILD, join, random_fields
+
+path, random = Path(sys.argv[1]), Random(11)
+opened = refused = 0
+slowest = 0.0
+for number in range(10_000):
+    fields = random_fields(random)
+    for _ in range(random.randrange(1, 4)):
+        if fields:
+            value = random.choice([*WILD, random.getrandbits(64)])
+            random.choice(CHANGES)(fields, random.randrange(len(fields)), value)
+    path.write_bytes(join(fields))
+    before = time.process_time()
+    try:
+        with loader.open(path) as model:
+            list(model.metadata.values())
+            model.load(names=lambda info: info.nbytes is not None)
+        opened += 1
+    except FormatError:
+        refused += 1
+    slowest = max(slowest, time.process_time() - before)
+    if number == 100:  # everything is imported, and threads have their stacks
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + (64 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+print(opened, refused, slowest)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "m.gguf"],
+        capture_output=True, text=True, check=False, timeout=300,
+        cwd=Path(build.__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    opened, refused, slowest = map(float, done.stdout.split())
+    assert opened + refused == 10_000
+    assert opened > 1000
+    assert refused > 5000
+    assert slowest < 2, "of processor time, for a file below a kilobyte"
+
+
+ACCESS: list[Access] = ["direct", "mmap", "buffered"]
+
+
+def test_a_file_cut_at_every_byte_is_refused_until_it_is_complete(direct_folder: Path) -> None:
+    """Of several tensors and keys, by every way of reading; never a wrong tensor."""
+    keys: Keys = {
+        b"general.architecture": (build.STRING, None, b"test"),
+        b"tokens": (build.ARRAY, build.STRING, [b"a", b"", b"token"]),
+        b"numbers": (build.ARRAY, build.U64, [1, 2, 3]),
+    }
+    random = np.random.default_rng(3)
+    tensors: Tensors = {
+        b"t%d" % i: ([size], random.bytes(size)) for i, size in enumerate((100, 1, 33, 64, 200))
+    }
+    data = join(file_fields(3, keys, tensors))
+    path = direct_folder / "m.gguf"
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        for access in ACCESS:
+            with pytest.raises(TruncatedFileError) as caught:
+                loader.load(path, access=access)
+            assert caught.value.path == str(path)
+    path.write_bytes(data)
+    for access in ACCESS:
+        weights = loader.load(path, access=access)
+        assert {n: t.numpy().tobytes() for n, t in weights.items()} == {
+            decode(name): content for name, (_, content) in tensors.items()
+        }
 
 
 def test_claims_cost_no_memory(tmp_path: Path) -> None:
