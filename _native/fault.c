@@ -114,6 +114,11 @@ static int fault_cachestat(int fd, struct ld_cachestat *out)
     return admit(LD_CALL_CACHESTAT, NULL) ? ld_sys_real.cachestat(fd, out) : -1;
 }
 
+static int fault_fstatfs(int fd, struct statfs *out)
+{
+    return admit(LD_CALL_FSTATFS, NULL) ? ld_sys_real.fstatfs(fd, out) : -1;
+}
+
 static int fault_mincore(void *address, size_t length, unsigned char *pages)
 {
     return admit(LD_CALL_MINCORE, NULL) ? ld_sys_real.mincore(address, length, pages) : -1;
@@ -214,6 +219,7 @@ static const struct ld_sys_table faulty = {
     .madvise = fault_madvise,
     .mlock = fault_mlock,
     .cachestat = fault_cachestat,
+    .fstatfs = fault_fstatfs,
     .mincore = fault_mincore,
     .writable = fault_writable,
     .pread_nowait = fault_pread_nowait,

@@ -43,6 +43,8 @@ struct ld_cachestat {
     uint64_t recently_evicted_pages;
 };
 
+#define LD_OVERLAYFS_MAGIC 0x794c7630
+
 #define LD_RWF_NOWAIT 8
 
 /* io_uring, Linux 5.6 for IORING_OP_READ. */

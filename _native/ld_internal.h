@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include <sys/vfs.h>
 
 #include "kernel_abi.h"
 #include "ld_api.h"
@@ -36,6 +37,7 @@ struct ld_sys_table {
     int (*madvise)(void *address, size_t length, int advice);
     int (*mlock)(const void *address, size_t length);
     int (*cachestat)(int fd, struct ld_cachestat *out); /* of the whole file */
+    int (*fstatfs)(int fd, struct statfs *out);
     int (*mincore)(void *address, size_t length, unsigned char *pages);
     int (*writable)(const char *path); /* 0 when we may write to it */
     ssize_t (*pread_nowait)(int fd, void *buffer, size_t length, off_t offset);

@@ -125,6 +125,7 @@ const struct ld_sys_table ld_sys_real = {
     .madvise = madvise,
     .mlock = mlock,
     .cachestat = sys_cachestat,
+    .fstatfs = fstatfs,
     .mincore = mincore,
     .writable = sys_writable,
     .pread_nowait = sys_pread_nowait,

@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,18 @@ import pytest
 import loader
 from loader.errors import DirectIOError
 from loader.io import File
-from tests.build import random_bytes, random_model, write
+from loader.measure import evict
+from loader.options import Access
+from tests.build import model, random_bytes, write
 
 SIZES = [4096 * 3 + 1, 511, 4095, 100_000]
 
 
-def run(*words: str | Path) -> None:
-    subprocess.run([str(word) for word in words], check=True, capture_output=True, timeout=60)
+def run(*words: str | Path) -> str:
+    done = subprocess.run(
+        [str(word) for word in words], check=True, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.strip()
 
 
 def need(*programs: str) -> None:
@@ -32,26 +37,6 @@ def need(*programs: str) -> None:
     for program in programs:
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts something for the test, or skips it where the system doesn't allow that."""
-    mounted: list[Path] = []
-
-    def do(kind: str, *words: str | Path) -> Path:
-        target = tmp_path / f"mount{len(mounted)}"
-        target.mkdir()
-        try:
-            run("mount", "-t", kind, *words, target)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"{kind} can't be mounted here: {error.stderr.decode().strip()}")
-        mounted.append(target)
-        return target
-
-    yield do
-    for target in reversed(mounted):
-        run("umount", target)
 
 
 def check_bytes(folder: Path, expected: bytes, name: str = "data") -> File:
@@ -65,80 +50,233 @@ def check_bytes(folder: Path, expected: bytes, name: str = "data") -> File:
     return file
 
 
-DATA = random_bytes(4096 * 30 + 511)
+RANDOM = np.random.default_rng(5)
+DATA = RANDOM.integers(0, 3, 4096 * 30 + 511, np.uint8).tobytes()  # a compressor can do with it
+IMAGE_BYTES = 512 << 20  # sparse; the least that xfs takes is 300 MB
 
 
-def test_row_77_ramfs_refuses_direct_io(mount: Callable[..., Path]) -> None:
-    need("mount")
-    folder = mount("ramfs", "none")
-    write(folder / "data", DATA)
-    file = check_bytes(folder, DATA)
-    assert not file.has_direct_io
-    assert file.direct_errno == errno.EINVAL
-    expected = random_model(folder / "m.gguf", SIZES)
-    with loader.open(folder / "m.gguf", access=("direct", "buffered")) as model:
-        assert model.files[0].access == "buffered"
-        assert "EINVAL" in model.files[0].reason
-        for name, tensor in model.load().items():
-            assert np.array_equal(tensor.numpy(), expected[name])
-    with pytest.raises(DirectIOError, match="EINVAL"):
-        loader.open(folder / "m.gguf", access="direct")
-    with loader.open(folder / "m.gguf") as model:
-        assert model.files[0].access == "mmap"
+class Mounts:
+    """Mounts file systems for a test, or skips it where the system doesn't allow that. All of
+    them hold DATA as `data` and the same model as `m.gguf`."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.expected: dict[str, bytes] = {}
+        self._undo: list[list[str | Path]] = []
 
-def test_row_77_erofs_refuses_direct_io(tmp_path: Path, mount: Callable[..., Path]) -> None:
-    need("mount", "mkfs.erofs", "losetup")
-    content = tmp_path / "content"
-    content.mkdir()
-    write(content / "data", DATA)
-    expected = random_model(content / "m.gguf", SIZES)
-    run("mkfs.erofs", tmp_path / "image", content)
-    folder = mount("erofs", "-o", "loop,ro", tmp_path / "image")
-    file = check_bytes(folder, DATA)
-    assert file.direct_errno in (None, errno.EINVAL, errno.EOPNOTSUPP)
-    assert file.has_direct_io == (file.direct_errno is None)
-    weights = loader.load(folder / "m.gguf")
-    for name, tensor in weights.items():
-        assert np.array_equal(tensor.numpy(), expected[name])
+    def new(self, name: str) -> Path:
+        path = self.folder / f"{name}{len(list(self.folder.iterdir()))}"
+        path.mkdir()
+        return path
 
+    def content(self, folder: Path) -> Path:
+        write(folder / "data", DATA)
+        tensors = {f"t{i}": RANDOM.integers(0, 3, n, np.int8) for i, n in enumerate(SIZES)}
+        model(folder / "m.gguf", tensors)
+        self.expected = {name: values.tobytes() for name, values in tensors.items()}
+        return folder
 
-def test_tmpfs(mount: Callable[..., Path]) -> None:
-    need("mount")
-    folder = mount("tmpfs", "none")
-    write(folder / "data", DATA)
-    check_bytes(folder, DATA)
+    def call(self, *words: str | Path) -> str:
+        try:
+            return run(*words)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"{words[0]} doesn't work here: {error.stderr.strip()}")
+
+    def mount(self, kind: str, *words: str | Path) -> Path:
+        target = self.new(kind)
+        self.call("mount", "-t", kind, *words, target)
+        self._undo.append(["umount", target])
+        return target
+
+    def image(self, *make: str) -> Path:
+        """A file with a file system in it, made by a command."""
+        image = self.folder / f"image{len(list(self.folder.iterdir()))}"
+        with image.open("wb") as file:
+            file.truncate(IMAGE_BYTES)
+        self.call(*make, image)
+        return image
+
+    def loop_device(self, image: Path, sector: int) -> str:
+        device = self.call("losetup", "-f", "--show", "-b", str(sector), "--direct-io=on", image)
+        self._undo.append(["losetup", "-d", device])
+        return device
+
+    def undo(self) -> None:
+        for words in reversed(self._undo):
+            run(*words)
 
 
 @pytest.fixture
-def loop_device(tmp_path: Path) -> Iterator[str]:
-    """A loop device with sectors of 4096 bytes."""
-    need("losetup", "mkfs.ext4")
-    image = tmp_path / "disk"
-    with image.open("wb") as file:
-        file.truncate(64 << 20)
+def mounts(tmp_path: Path) -> Iterator[Mounts]:
+    found = Mounts(tmp_path)
+    yield found
+    found.undo()
+
+
+def ext4(mounts: Mounts) -> Path:
+    return mounts.content(mounts.mount("ext4", "-o", "loop", mounts.image("mkfs.ext4", "-q")))
+
+
+def ext4_on_sectors_of_4096(mounts: Mounts) -> Path:
+    device = mounts.loop_device(mounts.image("true"), 4096)
+    mounts.call("mkfs.ext4", "-q", device)
+    return mounts.content(mounts.mount("ext4", device))
+
+
+def xfs(mounts: Mounts) -> Path:
+    return mounts.content(mounts.mount("xfs", "-o", "loop", mounts.image("mkfs.xfs", "-q")))
+
+
+def btrfs(mounts: Mounts) -> Path:
+    return mounts.content(mounts.mount("btrfs", "-o", "loop", mounts.image("mkfs.btrfs", "-q")))
+
+
+def btrfs_compressed(mounts: Mounts) -> Path:
+    image = mounts.image("mkfs.btrfs", "-q")
+    return mounts.content(mounts.mount("btrfs", "-o", "loop,compress-force=zstd", image))
+
+
+def tmpfs(mounts: Mounts) -> Path:
+    return mounts.content(mounts.mount("tmpfs", "none"))
+
+
+def ramfs(mounts: Mounts) -> Path:
+    return mounts.content(mounts.mount("ramfs", "none"))
+
+
+def erofs(mounts: Mounts, *options: str) -> Path:
+    content = mounts.content(mounts.new("content"))
+    image = mounts.folder / "image"
+    mounts.call("mkfs.erofs", *options, image, content)
+    return mounts.mount("erofs", "-o", "loop,ro", image)
+
+
+def erofs_compressed(mounts: Mounts) -> Path:
+    return erofs(mounts, "-zlz4")
+
+
+def overlay(mounts: Mounts, below: Path) -> Path:
+    """As in a container: the files are in the layer below."""
+    lower = below / "lower"
+    lower.mkdir()
+    upper, work = mounts.new("upper"), mounts.new("work")
+    mounts.content(lower)
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    return mounts.mount("overlay", "-o", options, "overlay")
+
+
+def overlay_on_disk(mounts: Mounts) -> Path:
+    return overlay(mounts, mounts.new("below"))
+
+
+def overlay_on_ramfs(mounts: Mounts) -> Path:
+    return overlay(mounts, mounts.mount("ramfs", "none"))
+
+
+def fuse(mounts: Mounts) -> Path:
+    content, target = mounts.content(mounts.new("content")), mounts.new("fuse")
+    mounts.call("bindfs", content, target)
+    mounts._undo.append(["umount", target])
+    return target
+
+
+# How each is read: the memory and offset alignment of direct reads (None: what the kernel says
+# of the disk below), or why there are none.
+Decision = tuple[int, int] | int | None
+FILE_SYSTEMS: list[tuple[Callable[[Mounts], Path], list[str], Decision]] = [
+    (ext4, ["mkfs.ext4", "losetup"], None),
+    (ext4_on_sectors_of_4096, ["mkfs.ext4", "losetup"], (512, 4096)),
+    (xfs, ["mkfs.xfs", "losetup"], None),
+    (btrfs, ["mkfs.btrfs", "losetup"], (4096, 4096)),
+    (btrfs_compressed, ["mkfs.btrfs", "losetup"], (4096, 4096)),
+    (tmpfs, [], (4096, 4096)),
+    (ramfs, [], errno.EINVAL),
+    (erofs, ["mkfs.erofs", "losetup"], None),
+    (erofs_compressed, ["mkfs.erofs", "losetup"], errno.EINVAL),
+    (overlay_on_disk, [], None),
+    (overlay_on_ramfs, [], errno.EINVAL),
+    (fuse, ["bindfs"], (4096, 4096)),
+]
+
+
+def names(value: object) -> str:
+    return getattr(value, "__name__", "")
+
+
+@pytest.mark.parametrize(("make", "programs", "decision"), FILE_SYSTEMS, ids=names)
+def test_row_77_each_file_system(
+    mounts: Mounts,
+    make: Callable[[Mounts], Path],
+    programs: list[str],
+    decision: Decision,
+    nothing_left: Callable[[], None],
+) -> None:
+    """The decision, the alignments and the bytes, in every mode that can be had."""
+    need("mount", *programs)
+    folder = make(mounts)
+    with check_bytes(folder, DATA) as file:
+        found = (file.memory_alignment, file.offset_alignment)
+        if isinstance(decision, int):
+            assert not file.has_direct_io
+            assert file.direct_errno == decision
+            assert found == (None, None)
+        elif decision is None:
+            assert found[0] in (4, 512, 4096)
+            assert found[1] in (512, 4096)
+        else:
+            assert found == decision
+        direct = file.has_direct_io
+    accesses: list[Access] = ["direct", "mmap", "buffered"]
+    for access in accesses:
+        if access == "direct" and not direct:
+            with pytest.raises(DirectIOError, match="EINVAL"):
+                loader.open(folder / "m.gguf", access="direct")
+            continue
+        with loader.open(folder / "m.gguf", access=access) as opened:
+            assert opened.files[0].access == access
+            weights = opened.load()
+            assert content(weights) == mounts.expected
+            assert weights.report.files[0].fallback is None
+            assert content(dict(opened.stream())) == mounts.expected
+            del weights
+    with loader.open(folder / "m.gguf") as opened:
+        assert opened.files[0].access == ("direct" if direct else "mmap")
+        assert direct or "EINVAL" in opened.files[0].reason
+    with loader.open(folder / "m.gguf", access=("direct", "buffered")) as opened:
+        assert opened.files[0].access == ("direct" if direct else "buffered")
+    nothing_left()
+
+
+def content(tensors: Mapping[str, loader.Tensor]) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def test_sectors_of_4096_bytes_refuse_smaller_reads(mounts: Mounts) -> None:
+    """What the alignment is for: asked for less, the device says EINVAL."""
+    need("mount", "mkfs.ext4", "losetup")
+    folder = ext4_on_sectors_of_4096(mounts)
+    fd = os.open(folder / "data", os.O_RDONLY | os.O_DIRECT)
     try:
-        device = subprocess.run(
-            ["losetup", "-f", "--show", "-b", "4096", "--direct-io=on", image],  # noqa: S607
-            check=True, capture_output=True, text=True, timeout=60,
-        ).stdout.strip()  # fmt: skip
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no loop device with 4096-byte sectors here: {error.stderr.strip()}")
-    yield device
-    run("losetup", "-d", device)
+        with mmap.mmap(-1, 4096) as memory:
+            with pytest.raises(OSError, match="Invalid argument"):
+                os.preadv(fd, [memoryview(memory)[:512]], 512)
+            assert os.preadv(fd, [memory], 4096) == 4096
+    finally:
+        os.close(fd)
+    assert loader.load(folder / "m.gguf", access="direct").report.bytes_bounced == 0
 
 
-def test_ext4_on_sectors_of_4096_bytes(loop_device: str, mount: Callable[..., Path]) -> None:
-    run("mkfs.ext4", "-q", loop_device)
-    folder = mount("ext4", loop_device)
-    write(folder / "data", DATA)
-    file = check_bytes(folder, DATA)
-    assert file.offset_alignment == 4096
-    expected = random_model(folder / "m.gguf", SIZES)
-    weights = loader.load(folder / "m.gguf", access="direct")
-    for name, tensor in weights.items():
-        assert np.array_equal(tensor.numpy(), expected[name])
-    assert weights.report.bytes_bounced == 0
+@pytest.mark.parametrize("make", [overlay_on_disk, ext4], ids=names)
+def test_what_is_in_the_page_cache_is_known(mounts: Mounts, make: Callable[[Mounts], Path]) -> None:
+    """On overlayfs too, where the pages belong to the file below."""
+    need("mount", "mkfs.ext4", "losetup")
+    path = make(mounts) / "data"
+    path.read_bytes()
+    with File(path) as file:
+        assert file.resident_fraction() == 1
+    if evict(str(path)):
+        with File(path) as file:
+            assert file.resident_fraction() == 0
 
 
 # --- Memory that direct reads can't reach ---
