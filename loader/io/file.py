@@ -332,7 +332,10 @@ def log_fallback(file: File, number: int, offset: int) -> None:
 
 def _refuse_irregular(path: PathLike, shown: str) -> None:
     """Before it is opened: opening a FIFO hangs, and opening a device may do things."""
-    mode = os.stat(path).st_mode  # noqa: PTH116 - pathlib takes no bytes
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116 - pathlib takes no bytes
+    except OSError as error:
+        raise _open_error(error.errno or errno.EIO, shown) from None
     if stat.S_ISDIR(mode):
         raise _open_error(errno.EISDIR, shown)
     if not stat.S_ISREG(mode):
