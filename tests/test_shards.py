@@ -264,7 +264,7 @@ def test_a_shard_that_cannot_be_read(tmp_path: Path, faults: Faults) -> None:
     files = split_model(tmp_path, random_tensors())
     with loader.open(files[0], access="buffered"):
         pass
-    faults.fail("open", errno.EMFILE, nth=4)
+    faults.fail("open", errno.EMFILE, nth=3)  # of both others
     with pytest.raises(ReadError, match="EMFILE") as caught:
         loader.open(files[0])
     assert caught.value.errno == errno.EMFILE
@@ -477,6 +477,28 @@ def test_memory_that_dma_cannot_reach_is_so_for_all_shards(
         assert {f.fallback.errno for f in weights.report.files if f.fallback} == {errno.EFAULT}
         assert len([r for r in caplog.records if "direct reads stopped" in r.message]) == 1
         assert model.load().report.bytes_buffered == 0
+
+
+def test_refusals_of_several_shards_are_logged_once(
+    direct_folder: Path, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = random_tensors(4, 100_000)
+    files = split_model(direct_folder, expected)
+    with loader.open(files[0]) as model:
+        faults.fail("pread_direct", errno.EINVAL)
+        weights = model.load(method="sync")
+    assert same(weights, expected)
+    assert [file.fallback and file.fallback.errno for file in weights.report.files] == (
+        [errno.EINVAL] * 4
+    )
+    assert len([r for r in caplog.records if "direct reads stopped" in r.message]) == 1
+    with loader.open(files[0]) as model:
+        pass
+    faults.clear()
+    faults.fail("pread_direct", errno.EFAULT, nth=2, times=7)  # while the headers are read
+    with loader.open(files[0]) as model:
+        assert same(model.load(), expected)
+    assert len([r for r in caplog.records if "direct reads stopped" in r.message]) == 2
 
 
 def test_a_thousand_shards(direct_folder: Path) -> None:

@@ -74,8 +74,10 @@ def locate_data(file: File, header: Header, inherited: int | None = None) -> Dat
     """
     alignment = header.alignment or int(GGUF_DEFAULT_ALIGNMENT)
     if header.alignment is None and inherited is not None:
-        sizes = {_sealed_size(header, choice): choice for choice in (inherited, alignment)}
-        alignment = sizes.get(file.size, alignment)
+        # As long as that alignment makes it when the last tensor is padded too.
+        begin, length = align_up(header.end, inherited), data_length(header.records)
+        if file.size == begin + align_up(length, inherited):
+            alignment = inherited
     begin = align_up(header.end, alignment)
     if header.records.names:
         check_layout(
@@ -86,11 +88,6 @@ def locate_data(file: File, header: Header, inherited: int | None = None) -> Dat
             file_size=file.size,
         )
     return DataSection(alignment, begin)
-
-
-def _sealed_size(header: Header, alignment: int) -> int:
-    """The bytes of a file that ends with its last tensor, padded."""
-    return align_up(header.end, alignment) + align_up(data_length(header.records), alignment)
 
 
 def _scan(file: File, transfer: Transfer) -> tuple[Scan, Memory]:

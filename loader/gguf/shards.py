@@ -167,7 +167,7 @@ def _is_joined(shard: Shard) -> bool:
     alignment = header.alignment or int(GGUF_DEFAULT_ALIGNMENT)
     end = align_up(header.end, alignment) + data_length(header.records)
     magic = bytearray(4)
-    for after in {header.end, end, align_up(end, alignment)}:
+    for after in {end, align_up(end, alignment)}:
         if after + len(magic) <= shard.file.size:
             shard.file.pread_into(magic, after)
             if magic == b"GGUF":
