@@ -230,6 +230,21 @@ int ld_file_buffered_fd(struct ld_file *file)
     return fd;
 }
 
+void ld_file_stay_buffered(ld_file *file)
+{
+    if (file->direct_fd < 0)
+        return;
+    if (atomic_load(&file->buffered_fd) >= 0) {
+        close(file->direct_fd);
+    } else {
+        if (ld_sys()->set_flags(file->direct_fd, O_RDONLY) != 0)
+            return; /* it takes two, then */
+        advise(file->direct_fd);
+        atomic_store(&file->buffered_fd, file->direct_fd);
+    }
+    file->direct_fd = -1;
+}
+
 int ld_file_check_size(ld_file *file)
 {
     int fd = file->direct_fd >= 0 ? file->direct_fd : ld_file_buffered_fd(file);

@@ -87,6 +87,10 @@ int ld_file_check_size(ld_file *file);
 
 /* Bytes of the file that are in the page cache, at least roughly; -errno when
  * that can't be found out. */
+/* For a file that is read buffered or mapped: the descriptor for direct reads
+ * becomes the buffered one, so that the file takes one. Before anything else
+ * uses the file. */
+void ld_file_stay_buffered(ld_file *file);
 int64_t ld_file_resident(ld_file *file);
 
 /* Positional read of up to `length` bytes at `offset`; at most `room` bytes

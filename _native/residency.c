@@ -89,14 +89,19 @@ static int64_t by_sample(int fd, uint64_t size)
 
 int64_t ld_file_resident(ld_file *file)
 {
-    int fd = ld_file_buffered_fd(file);
-    if (fd < 0 || file->size == 0)
-        return fd < 0 ? fd : 0;
+    if (file->size == 0)
+        return 0;
+    /* Only the sample needs a descriptor for buffered reads. */
+    int fd = file->direct_fd >= 0 ? file->direct_fd : ld_file_buffered_fd(file);
+    if (fd < 0)
+        return fd;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     int64_t resident = by_cachestat(fd, page);
     if (resident < 0)
         resident = by_mincore(fd, file->size, page);
-    if (resident < 0)
-        resident = by_sample(fd, file->size);
+    if (resident < 0) {
+        fd = ld_file_buffered_fd(file);
+        resident = fd < 0 ? fd : by_sample(fd, file->size);
+    }
     return resident < 0 ? resident : (int64_t)ld_min((uint64_t)resident, file->size);
 }

@@ -149,6 +149,10 @@ class NativeFile:
         """Says that the mapping is going to be read from one end to the other."""
         lib.ld_file_read_ahead(self._file)  # only advice
 
+    def stay_buffered(self) -> None:
+        """Gives up direct reads, and the descriptor for them."""
+        lib.ld_file_stay_buffered(self._file)
+
     def resident(self) -> int:
         """Bytes of the file in the page cache. NativeError when that can't be found out."""
         return _checked(lib.ld_file_resident(self._file))

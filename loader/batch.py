@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loader._ffi import Memory
+from loader.device.staging import Segment, StagingBuffer, cut
 from loader.gguf.tensors import TensorInfo
 from loader.io.access import RESIDENT
 from loader.io.arena import allocate_arena
 from loader.io.ranges import align_up, chunks, place
+from loader.placement import DeviceArena
 from loader.planning import Part
 
 # So much memory gets its pages at a time; smaller memory gets them while it is
@@ -34,7 +36,8 @@ class Wanted:
 @dataclass(slots=True, eq=False)
 class Chunk:
     """One read: `length` bytes at `offset` of a part's file, to `room` bytes at `address`, once
-    the batch's memory has its pages up to the address `needs`."""
+    the batch's memory has its pages up to the address `needs`. segment: what is done with it when
+    it goes to a staging buffer, which is found for it then."""
 
     part: Part
     address: int
@@ -43,30 +46,52 @@ class Chunk:
     offset: int
     needs: int
     tensors: tuple[Wanted, ...]
-    copy: Callable[[int, int], None] | None = None  # from a mapping to memory that was given
+    copy: Callable[[int, int], None] | None = None  # from a mapping to other memory
+    segment: Segment | None = None
+    staging: StagingBuffer | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """Fresh memory that gets its pages at once."""
+
+    memory: Memory
+    address: int
+    length: int
 
 
 @dataclass(eq=False)
 class Batch:
-    """Tensors that share one memory. arena: memory that is used again; else it is allocated."""
+    """Tensors that share one memory. arena: memory that is used again; else it is allocated;
+    devices: the memory of devices for those that go there."""
 
     parts: list[Part]
     size: int
     arena: Memory | None = None
+    devices: Sequence[DeviceArena] = ()
     left: int = 0  # tensors that aren't ready
     chunks: list[Chunk] = field(default_factory=list)
     empty: list[Wanted] = field(default_factory=list)
-    steps: range = range(0)  # addresses at which populating begins
-    populated: set[int] = field(default_factory=set)  # those of them that are done
-    frontier: int = 0  # the address up to which the memory has its pages
+    steps: list[Step] = field(default_factory=list)  # of populating
+    populated: set[int] = field(default_factory=set)  # where those that are done begin
+    frontier: int = 0  # the address up to which the arena has its pages
 
-    def start(self, chunk_bytes: int) -> None:
-        """Gets the memory and cuts the work into chunks."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes, here and on devices."""
+        return self.size + sum(arena.nbytes for arena in self.devices)
+
+    def start(self, chunk_bytes: int, staging_bytes: int) -> None:
+        """Gets the memory and cuts the work into chunks; staging_bytes: of a staging buffer."""
+        for arena in self.devices:
+            if arena.buffer is None:
+                arena.buffer = arena.device.allocate(arena.nbytes)
+                if arena.buffer.memory is not None:
+                    self._populate(arena.buffer.memory, arena.nbytes)
         if self.size and self.arena is None:
             self.arena = allocate_arena(self.size)
-            if self.size >= _POPULATE_BYTES:
-                begin = self.frontier = self.arena.address
-                self.steps = range(begin, begin + self.size, _POPULATE_BYTES)
+            self.frontier = self.arena.address
+            self._populate(self.arena, self.size)
         for part in self.parts:
             step = align_up(chunk_bytes, part.source.file.alignments[1])
             if part.source.mapping is not None:
@@ -76,11 +101,21 @@ class Batch:
                     part.source.file.read_ahead()
             self._cut_owned(part, step)
             self._cut_given(part, step)
+            self._cut_staged(part, staging_bytes)
+
+    def _populate(self, memory: Memory, nbytes: int) -> None:
+        """Plans to give fresh memory its pages, if there is enough of it to make that worth it."""
+        if nbytes < _POPULATE_BYTES:
+            return
+        for start in range(0, nbytes, _POPULATE_BYTES):
+            length = min(_POPULATE_BYTES, nbytes - start)
+            self.steps.append(Step(memory, memory.address + start, length))
 
     def _cut_owned(self, part: Part, step: int) -> None:
         mapping = part.source.mapping
         memory = self.arena if mapping is None else mapping
         base = 0 if memory is None else memory.address
+        populated = any(step.memory is memory for step in self.steps)
         tensors: deque[Wanted] = deque()
         for info in sorted(part.tensors, key=lambda info: info.offset):
             self.left += 1
@@ -96,7 +131,7 @@ class Batch:
                 # and no further than this chunk when there is another one.
                 room = extent.room - into if start + length == extent.end else length
                 address = base + extent.position + into
-                needs = address + room if self.steps and mapping is None else 0
+                needs = address + room if populated and mapping is None else 0
                 inside = _overlapping(tensors, start, start + length)
                 if not inside:  # all of it lies between two tensors
                     continue
@@ -117,12 +152,31 @@ class Batch:
                 inside = (tensor,)
                 self.chunks.append(Chunk(part, address, length, length, start, 0, inside, copy))
 
-    def step_length(self, address: int) -> int:
-        """Bytes of the step that begins there."""
-        return min(_POPULATE_BYTES, self.steps.start + self.size - address)
+    def _cut_staged(self, part: Part, staging_bytes: int) -> None:
+        tensors = {spot: Wanted(spot.info, 0) for spot in part.spots}
+        self.left += len(tensors)
+        self.empty += (tensor for tensor in tensors.values() if not tensor.info.nbytes)
+        alignment = 1 if part.buffered_only else part.source.file.alignments[1]
+        segments = cut(
+            part.spots,
+            file_size=part.source.file.size,
+            offset_alignment=alignment,
+            buffer_bytes=staging_bytes,
+        )
+        for segment in segments:
+            inside = tuple(tensors[piece.spot] for piece in segment.pieces)
+            for tensor in inside:
+                tensor.outstanding += 1
+            chunk = Chunk(part, 0, segment.room, segment.length, segment.offset, 0, inside)
+            chunk.segment = segment
+            self.chunks.append(chunk)
 
-    def populate_done(self, address: int) -> None:
-        self.populated.add(address)
+    def let_go(self) -> None:
+        """Keeps no memory any more: it goes when the tensors in it go."""
+        self.arena, self.devices = None, ()
+
+    def populate_done(self, step: Step) -> None:
+        self.populated.add(step.address)
         while self.frontier in self.populated:
             self.frontier += _POPULATE_BYTES
 

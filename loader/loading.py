@@ -6,24 +6,24 @@ import logging
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-
-import numpy as np
+from contextlib import contextmanager
 
 from loader._ffi import Memory, NativeError
 from loader.batch import Batch
-from loader.device.host import peak_memory
-from loader.errors import DeviceUnavailableError, LoadCancelled, quoted
+from loader.destinations import check_room, destinations, fits, places
+from loader.device.base import Device
+from loader.device.staging import Ring, ring_shape
+from loader.errors import LoadCancelled
 from loader.gguf.checks import invalid_data
 from loader.gguf.tensors import TensorInfo
 from loader.io.arena import allocate_arena
 from loader.io.file import describe_errno
 from loader.io.queue import open_queue
-from loader.io.ranges import place
-from loader.options import LoadOptions, Progress
+from loader.options import LoadOptions, Progress, Tuning
+from loader.placement import Placement, place, spread
 from loader.planning import OpenModel, Part, fit_into_memory, plan, refuse_unknown, select
-from loader.reading import Figures, Reading
-from loader.report import Fallback, FileReport, LoadReport, Phases
+from loader.reading import Reading
+from loader.results import Outcome, host_views, views
 from loader.tensor import Buffers, Tensor, Weights
 
 logger = logging.getLogger("loader")
@@ -65,52 +65,70 @@ class _Ticker:
 
 def load(model: OpenModel, options: LoadOptions) -> Weights:
     """Loads the chosen tensors of an open model."""
-    wanted = choose(model, options)
-    return load_tensors(model, wanted, options)
+    return load_tensors(model, choose(model, options), options)
 
 
 def choose(model: OpenModel, options: LoadOptions) -> list[TensorInfo]:
     """The tensors that the options ask for, all of which can be loaded."""
-    if options.device != "cpu":
-        raise DeviceUnavailableError(
-            f"device {options.device!r} is not available; this version loads to 'cpu'"
-        )
     wanted = select(model.tensors, options.names)
     refuse_unknown(model, wanted)
+    if isinstance(options.device, Mapping):
+        select(model.tensors, options.device)  # its names have to be right
     return wanted
 
 
 def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOptions) -> Weights:
     """Loads tensors, which may be parts of those in the file."""
     started = time.perf_counter()
-    given, arena = _destinations(wanted, options.into)
-    kept = arena
-    parts, size = plan(model, wanted, given, reuse=arena is not None)
-    if arena is not None and not _fits(parts, arena, options.into):
+    into = options.into
+    placement = place(wanted, options.device, _devices_of(into))
+    given = destinations(placement, into)
+    host, arena = given.host, given.arena
+    parts, size = plan(model, placement.host, host, reuse=arena is not None)
+    if arena is not None and isinstance(into, Weights) and size > arena.nbytes:
+        # Those of its files that were mapped stay so.
+        parts, size = plan(model, placement.host)
+    elif arena is not None and not fits(parts, arena, into):
         # The file is mapped, or can't be read as when the buffers were made.
-        given, arena = _places(model, wanted, options.into, arena), None
-        parts, size = plan(model, wanted, given)
+        host, arena = places(model, placement.host, into, arena), None
+        parts, size = plan(model, placement.host, host)
     if arena is not None:
-        _check_room(size, arena)
+        check_room(size, arena)
+    devices = spread(model, placement, given.devices, given.arenas)
+    outcome = Outcome(model, wanted, options, started, placement.names, devices.arenas, size)
     if options.no_alloc:
-        report = _report(model, parts, wanted, options, started, size, None)
-        return Weights({}, report)
+        return Weights({}, outcome.report(parts + devices.parts, None, None))
     if arena is None:
-        size = fit_into_memory(model, parts, size)
-    batch = Batch(parts, size, arena)
-    ticker = _Ticker(options.progress, sum(part.bytes for part in parts))
-    reading = _open_reading([batch], options)
+        outcome.size = fit_into_memory(model, parts, size)
+    batch = Batch(parts + devices.parts, outcome.size, arena, devices.arenas)
+    with _ring(model, placement, options.tuning) as ring:
+        reading = _read(batch, ring, model, options)
+    if options.mlock:
+        _lock(parts, batch.arena)
+    by_name = dict(views(batch.parts, batch.arena, batch.devices))
+    tensors = {info.name: by_name[info.name] for info in wanted}
+    report = outcome.report(batch.parts, reading, ring)
+    if isinstance(into, Weights):
+        into.hand_over(tensors)
+    return Weights(tensors, report, given.arena or batch.arena, devices.arenas)
+
+
+def _devices_of(into: object) -> dict[str, Device]:
+    """The devices of weights whose memory is used again."""
+    arenas = into.devices if isinstance(into, Weights) else ()
+    return {arena.device.name: arena.device for arena in arenas}
+
+
+def _read(batch: Batch, ring: Ring | None, model: OpenModel, options: LoadOptions) -> Reading:
+    """Reads all of a batch, and sees to it that it is valid."""
+    ticker = _Ticker(options.progress, sum(part.bytes for part in batch.parts))
+    reading = _open_reading([batch], options, ring)
     ready = [tensor for _, tensor in reading.run(ticker.advance)]
     ticker.finish()
     invalid = {t.info.name: t.invalid for t in ready if t.invalid is not None}
     if invalid:
         raise invalid_data(model.name, {n: invalid[n] for n in model.tensors.in_order(invalid)})
-    if options.mlock:
-        _lock(parts, batch.arena)
-    views = dict(_views(batch))
-    tensors = {info.name: views[info.name] for info in wanted}
-    report = _report(model, parts, wanted, options, started, size, reading)
-    return Weights(tensors, report, kept or batch.arena)
+    return reading
 
 
 def stream(
@@ -118,37 +136,64 @@ def stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields tensors as they become ready, in memory that goes when they go."""
     limit = options.tuning.memory_limit
-    batches = (Batch(*plan(model, group)) for group in _groups(wanted, limit // _STREAM_SHARE))
+    placement = place(wanted, options.device, {})
+    groups = _groups(wanted, limit // _STREAM_SHARE)
+    batches = (_batch(model, placement.part(group)) for group in groups)
     ticker = _Ticker(options.progress, sum(info.nbytes or 0 for info in wanted))
-    reading = _open_reading(batches, options)
-    views: dict[Batch, dict[str, Tensor]] = {}
-    for batch, wanted_tensor in reading.run(ticker.advance):
-        name = wanted_tensor.info.name
-        if wanted_tensor.invalid is not None:
-            raise invalid_data(model.name, {name: wanted_tensor.invalid})
-        if batch not in views:
-            views[batch] = dict(_views(batch))
-        tensor = views[batch].pop(name)
-        if not views[batch]:
-            del views[batch]
-            batch.arena = None
-        yield name, tensor
-        del tensor
+    with _ring(model, placement, options.tuning) as ring:
+        reading = _open_reading(batches, options, ring)
+        found: dict[Batch, dict[str, Tensor]] = {}
+        for batch, ready in reading.run(ticker.advance):
+            name = ready.info.name
+            if ready.invalid is not None:
+                raise invalid_data(model.name, {name: ready.invalid})
+            if batch not in found:
+                found[batch] = dict(views(batch.parts, batch.arena, batch.devices))
+            tensor = found[batch].pop(name)
+            if not found[batch]:
+                del found[batch]
+                batch.let_go()
+            yield name, tensor
+            del tensor
     ticker.finish()
+
+
+def _batch(model: OpenModel, placement: Placement) -> Batch:
+    parts, size = plan(model, placement.host)
+    devices = spread(model, placement, {}, ())
+    return Batch(parts + devices.parts, size, devices=devices.arenas)
 
 
 def empty(model: OpenModel, wanted: Sequence[TensorInfo]) -> Buffers:
     """Memory for tensors, laid out as a load would do it."""
     parts, size = plan(model, wanted, mapped=False)
     arena = allocate_arena(size) if size else None
-    views = dict(_views(Batch(parts, size, arena)))
-    return Buffers({info.name: views[info.name] for info in wanted}, arena)
+    by_name = dict(host_views(parts, arena))
+    return Buffers({info.name: by_name[info.name] for info in wanted}, arena)
 
 
 # --- Reading ---------------------------------------------------------------------
 
 
-def _open_reading(batches: Iterable[Batch], options: LoadOptions) -> Reading:
+@contextmanager
+def _ring(model: OpenModel, placement: Placement, tuning: Tuning) -> Iterator[Ring | None]:
+    """Staging buffers for what goes to devices; None when nothing does."""
+    nbytes = sum(info.nbytes or 0 for _, tensors in placement.devices for info in tensors)
+    if not nbytes:
+        yield None
+        return
+    shape = ring_shape(
+        nbytes,
+        chunk_bytes=tuning.chunk_bytes,
+        depth=tuning.depth,
+        memory_limit=tuning.memory_limit,
+        offset_alignment=max(file.source.file.alignments[1] for file in model.files),
+    )
+    with Ring(placement.devices[0][0], shape) as ring:
+        yield ring
+
+
+def _open_reading(batches: Iterable[Batch], options: LoadOptions, ring: Ring | None) -> Reading:
     tuning = options.tuning
     queue, method = open_queue(tuning.method, tuning.depth)
     return Reading(
@@ -159,6 +204,7 @@ def _open_reading(batches: Iterable[Batch], options: LoadOptions) -> Reading:
         chunk_bytes=tuning.chunk_bytes,
         check=options.check_tensors,
         read_ahead=tuning.memory_limit,
+        ring=ring,
     )
 
 
@@ -177,87 +223,7 @@ def _groups(wanted: Sequence[TensorInfo], most: int) -> Iterator[list[TensorInfo
         yield group
 
 
-def _destinations(
-    wanted: Sequence[TensorInfo], into: object
-) -> tuple[Mapping[str, object], Memory | None]:
-    """Memory of the caller's by name, or an arena that is used again as a whole."""
-    if into is None:
-        return {}, None
-    names = {info.name for info in wanted}
-    if isinstance(into, Weights):
-        if into.arena is None:
-            raise ValueError(
-                "into: these weights have no memory of their own; they were mapped, or read to "
-                "other memory"
-            )
-        return {}, into.arena
-    if isinstance(into, Buffers) and _sizes(into) == {i.name: i.nbytes for i in wanted}:
-        return {}, into.arena
-    if not isinstance(into, Mapping):
-        raise TypeError(f"into must be a mapping from name to buffer, or Weights, not {into!r}")
-    if strange := [name for name in into if name not in names]:
-        raise ValueError(f"into: tensor {quoted(str(strange[0]))} is not loaded")
-    return into, None
-
-
-def _sizes(buffers: Buffers) -> dict[str, int | None]:
-    return {name: array.nbytes for name, array in buffers.items()}
-
-
-def _fits(parts: Sequence[Part], arena: Memory, into: object) -> bool:
-    """Whether all that is planned is read to the arena, and, for buffers, to their places."""
-    if any(part.source.mapping is not None and part.extents for part in parts):
-        return False
-    if not isinstance(into, Buffers):
-        return True
-    expected = {name: array.ctypes.data for name, array in into.items() if array.size}
-    return expected == _addresses(parts, arena)
-
-
-def _places(
-    model: OpenModel, wanted: Sequence[TensorInfo], into: object, arena: Memory
-) -> Mapping[str, object]:
-    """Where the tensors go in memory that can't be read to as a whole, by name."""
-    if isinstance(into, Buffers):
-        return into
-    parts, size = plan(model, wanted, mapped=False)
-    _check_room(size, arena)
-    views = _views(Batch(parts, size, arena))
-    return {name: tensor.numpy() for name, tensor in views}
-
-
-def _check_room(size: int, arena: Memory) -> None:
-    if arena.nbytes < size:
-        raise ValueError(f"into: {size} bytes are needed, the weights' memory has {arena.nbytes}")
-
-
-def _addresses(parts: Iterable[Part], arena: Memory) -> dict[str, int]:
-    return {
-        info.name: arena.address + place(part.extents, info.offset)
-        for part in parts
-        if part.source.mapping is None
-        for info in part.tensors
-        if info.nbytes
-    }
-
-
-# --- What comes out ----------------------------------------------------------------
-
-
-def _views(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    for part in batch.parts:
-        mapping = part.source.mapping
-        memory = batch.arena if mapping is None else mapping
-        whole = np.empty(0, np.uint8) if memory is None else np.asarray(memory)
-        for info in part.tensors:
-            start, nbytes = info.offset, info.nbytes or 0
-            if nbytes == 0:
-                start = 0  # an empty tensor has no place in memory
-            elif mapping is None:
-                start = place(part.extents, start)
-            yield info.name, Tensor(info, whole[start : start + nbytes])
-        for given in part.given:
-            yield given.info.name, Tensor(given.info, given.array())
+# --- Locking -----------------------------------------------------------------------
 
 
 def _held(parts: Sequence[Part], arena: Memory | None) -> Iterator[tuple[Memory, int, int]]:
@@ -285,65 +251,3 @@ def _lock(parts: Sequence[Part], arena: Memory | None) -> None:
             describe_errno(error.errno),
             shown,
         )
-
-
-def _report(
-    model: OpenModel,
-    parts: Sequence[Part],
-    wanted: Sequence[TensorInfo],
-    options: LoadOptions,
-    started: float,
-    size: int,
-    reading: Reading | None,
-) -> LoadReport:
-    moved = [part.moved for part in parts] + [file.moved for file in model.files]
-    sources = [part.source for part in parts] or [file.source for file in model.files]
-    used = reading if any(source.mapping is None for source in sources) else None
-    seconds = time.perf_counter() - started
-    return LoadReport(
-        model=model.name,
-        files=_file_reports(model, parts),
-        tensors=len(wanted),
-        bytes=sum(info.nbytes or 0 for info in wanted),
-        bytes_direct=sum(part.bytes_direct for part in moved),
-        bytes_buffered=sum(part.bytes_buffered for part in moved),
-        bytes_mapped=sum(part.bytes_mapped for part in parts),
-        bytes_bounced=sum(part.bytes_bounced for part in moved),
-        open_seconds=model.open_seconds,
-        seconds=seconds,
-        method=None if used is None else used.method,
-        depth=None if used is None else used.depth,
-        chunk_bytes=None if used is None else options.tuning.chunk_bytes,
-        device=options.device,
-        peak_rss_bytes=peak_memory(),
-        memory_bytes=size,
-        phases=_phases(model, seconds, Figures() if reading is None else reading.figures),
-    )
-
-
-def _phases(model: OpenModel, seconds: float, figures: Figures) -> Phases:
-    return Phases(
-        open=model.open_seconds,
-        header=model.header_seconds,
-        plan=max(seconds - figures.reading, 0),
-        read=figures.reading,
-        wait=figures.waiting,
-        populate=figures.populating,
-        validate=figures.checking,
-        requests=figures.requests,
-        mean_in_flight=figures.in_flight / figures.reading if figures.reading else 0.0,
-    )
-
-
-def _file_reports(model: OpenModel, parts: Sequence[Part]) -> tuple[FileReport, ...]:
-    """Of all files, also of those that had no part in the load."""
-    by_number = {part.number: part for part in parts}
-    reports = []
-    for number, file in enumerate(model.files):
-        part = by_number.get(number)
-        source = file.source if part is None else part.source
-        # What the load met counts more than what reading the header did.
-        found = (part.moved.fallback if part is not None else None) or file.moved.fallback
-        fallback = None if found is None else Fallback(errno=found[0], offset=found[1])
-        reports.append(FileReport(**asdict(source.access()), fallback=fallback))
-    return tuple(reports)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -169,15 +168,17 @@ def _open(path: PathLike | Sequence[PathLike], options: OpenOptions) -> tuple[Me
         )
         for file, header, section in found.files
     )
+    for file in files:
+        if file.source.decision.access != "direct":
+            file.source.file.stay_buffered()
     table = TensorTable([(header.records, section.begin) for _, header, section in found.files])
-    name = os.fsdecode(path if isinstance(path, (str, bytes, os.PathLike)) else path[0])
     if any(disables_mmap(file.source.decision) for file in files):
-        logger.info("%s: direct I/O is enabled and available, mmap is disabled", name)
+        logger.info("%s: direct I/O is enabled and available, mmap is disabled", found.path)
     fallen = ((file, header.moved.fallback) for file, header, _ in found.files)
     if first := next(((file, how) for file, how in fallen if how is not None), None):
         log_fallback(first[0], *first[1])
     seconds = time.perf_counter() - started
-    return found.metadata, OpenModel(name, files, table, seconds, header_seconds)
+    return found.metadata, OpenModel(found.path, files, table, seconds, header_seconds)
 
 
 def open(  # noqa: A001 - the contract: loader.open

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypedDict, TypeVar, get_args
+from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar, get_args
 
 Access: TypeAlias = Literal["direct", "mmap", "buffered"]
 AccessRequest: TypeAlias = Literal["auto", "direct", "mmap", "buffered"] | Sequence[Access]
@@ -24,6 +24,18 @@ Selection: TypeAlias = Iterable[str] | Callable[..., object]
 PathLike: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _T = TypeVar("_T")
+
+
+class AnyDevice(Protocol):
+    """A device; what it has to be able to do is in loader.device.base.Device."""
+
+    name: str
+
+
+# A name, a device, or a mapping from names of tensors, or a function of a TensorInfo, to these.
+DeviceRequest: TypeAlias = (
+    str | AnyDevice | Mapping[str, str | AnyDevice] | Callable[..., str | AnyDevice]
+)
 
 METHODS: tuple[MethodRequest, ...] = get_args(MethodRequest)
 MODES: tuple[Access, ...] = get_args(Access)
@@ -171,7 +183,7 @@ class LoadKeywords(TypedDict, total=False):
     """The keywords of `model.load`, for type checkers; see LoadOptions."""
 
     names: Selection | None
-    device: str
+    device: DeviceRequest
     check_tensors: bool
     mlock: bool
     no_alloc: bool
@@ -225,7 +237,7 @@ class LoadOptions:
     """Options of `model.load`, checked; those that the environment can give are filled in."""
 
     names: Selection | None = None
-    device: str = "cpu"
+    device: DeviceRequest = "cpu"
     check_tensors: bool = False
     mlock: bool = False
     no_alloc: bool = False
@@ -249,8 +261,12 @@ class LoadOptions:
         for option in ("check_tensors", "mlock", "no_alloc"):
             if not isinstance(getattr(self, option), bool):
                 raise TypeError(f"{option} must be True or False, not {getattr(self, option)!r}")
-        if not isinstance(self.device, str):
-            raise TypeError(f"device must be a string such as 'cpu', not {self.device!r}")
+        is_device = hasattr(self.device, "copy_async")
+        if not (isinstance(self.device, (str, Mapping)) or callable(self.device) or is_device):
+            raise TypeError(
+                "device must be a name such as 'cuda:0', a Device, or a mapping or function from "
+                f"tensors to these, not {self.device!r}"
+            )
         if self.progress is not None and not callable(self.progress):
             raise TypeError(f"progress must be callable, not {self.progress!r}")
         for option, setting in _SETTINGS.items():

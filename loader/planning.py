@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from loader._ffi import Memory, WritableBuffer
 from loader.device.host import available_memory
+from loader.device.staging import Spot
 from loader.errors import DeviceMemoryError, MappingError, UnsupportedFormatError, quoted
 from loader.gguf.tensors import TensorInfo, TensorTable
 from loader.gguf.types import BLOCK_SIZES, why_unknown
@@ -31,7 +32,8 @@ from loader.report import FileAccess
 _LEAST_MODULUS = 64
 _WHOLE = 0.9
 _LARGEST_MODULUS = 2 << 20  # the alignment of an arena
-_CLOSE, _MOST_ALIKE = 4, 2000  # where near matches of a wrong name are looked for
+# Where near matches of a wrong name are looked for.
+_CLOSE, _MOST_ALIKE, _LONGEST_COMPARED = 4, 2000, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +113,10 @@ class Part:
 
     number: of the file in its model; tensors: those in memory of the load, or in
     the mapping; extents: what is read of them; given: tensors in memory of the
-    caller's; moved, bytes_mapped: what was read so far; buffered_only: don't read
-    directly (any more); is_warm: a mapped file is in the page cache.
+    caller's; spots: those for devices, which go there through staging buffers;
+    moved, bytes_mapped: what was read so far; buffered_only: don't read directly
+    (any more); is_warm: a mapped file is in the page cache; is_whole: nearly all
+    of the file is read.
     """
 
     number: int
@@ -121,20 +125,21 @@ class Part:
     extents: tuple[Extent, ...]
     given: list[Given]
     buffered_only: bool
+    spots: Sequence[Spot] = ()
     moved: Moved = field(default_factory=Moved)
     bytes_mapped: int = 0
     is_warm: bool = False
+    is_whole: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_whole = self.bytes >= _WHOLE * self.source.file.size
 
     @property
     def bytes(self) -> int:
         """What there is to be read."""
         given = sum(given.extent.length for given in self.given)
-        return given + sum(extent.length for extent in self.extents)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nearly all of the file is read."""
-        return self.bytes >= _WHOLE * self.source.file.size
+        staged = sum(spot.info.nbytes or 0 for spot in self.spots)
+        return given + staged + sum(extent.length for extent in self.extents)
 
     @property
     def direct_required(self) -> bool:
@@ -151,6 +156,8 @@ def select(tensors: TensorTable, names: Selection | None) -> list[TensorInfo]:
     for name in chosen:
         if name not in tensors:
             alike = [other for other in tensors if abs(len(other) - len(name)) < _CLOSE]
+            if len(name) > _LONGEST_COMPARED:
+                alike = []
             close = get_close_matches(name, alike[:_MOST_ALIKE], n=3)
             hint = f"; did you mean {', '.join(map(quoted, close))}?" if close else ""
             raise ValueError(f"the model has no tensor {quoted(name)}{hint}")
@@ -223,9 +230,8 @@ def plan(
         by_file.setdefault(info.file, []).append(info)
     for number, tensors in sorted(by_file.items()):
         file = model.files[number]
-        source = _still_possible(file.source)
-        if given or reuse:
-            source = _rather_buffered(source)
+        copied = bool(given) or reuse
+        source = source_for_copies(file.source) if copied else _still_possible(file.source)
         if not mapped:
             source = Source(source.file, source.decision, None)
         part = _plan_part(number, source, file.tensor_alignment, tensors, end, buffers, given)
@@ -296,13 +302,14 @@ def _refuse_overlaps(buffers: Mapping[str, WritableBuffer]) -> None:
             raise ValueError(f"into: the buffers of {quoted(name)} and {quoted(other)} overlap")
 
 
-def _rather_buffered(source: Source) -> Source:
-    """Memory that the caller gave is better read to than copied to from a mapping, where mmap is
-    only the second choice."""
+def source_for_copies(source: Source) -> Source:
+    """The file as it is read to memory that can't be a mapping, the caller's or a device's: that is
+    better read to than copied to from a mapping, where mmap is only the second choice."""
+    source = _still_possible(source)
     decision = source.decision
     if decision.access != "mmap" or decision.requested != AUTO:
         return source
-    reason = f"{decision.reason}; but memory that was given is read to"
+    reason = f"{decision.reason}; but what isn't mapped is better read"
     return Source(source.file, replace(decision, access="buffered", reason=reason), None)
 
 

@@ -9,14 +9,18 @@ tensor is ready when its last chunk is there and, if that was asked for, checked
 from __future__ import annotations
 
 import errno
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from loader._ffi import Done, Memory, NativeError, Queue
-from loader.batch import Batch, Chunk, Wanted
-from loader.errors import ReadError
+from loader.batch import Batch, Chunk, Step, Wanted
+from loader.device.base import Event
+from loader.device.staging import Ring, Segment
+from loader.errors import DeviceError, ReadError
 from loader.gguf.checks import check_slices
 from loader.io.file import SLICE_BYTES, describe_errno, log_fallback
 from loader.io.mapping import prefetch_error
@@ -31,6 +35,8 @@ _MOST_PREFETCHING, _MOST_PREFETCHING_WARM = 1, 2
 _MOST_BUFFERED = 2  # so too for buffered reads; while one is copied the next one is read
 # How long we sleep at most before we look at signals.
 _WAIT_MILLISECONDS = 40
+# How long at most before we look whether copies to a device are over.
+_COPY_MILLISECONDS, _COPY_SECONDS = 1, 0.0002
 
 
 @dataclass
@@ -48,6 +54,35 @@ class Figures:
 
 
 @dataclass(slots=True, eq=False)
+class _Check:
+    """Data of a tensor that is checked, from block `first_block` of it on. chunk: what holds it
+    when it is in a staging buffer."""
+
+    batch: Batch
+    tensor: Wanted
+    address: int
+    length: int
+    first_block: int
+    chunk: Chunk | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Leaving:
+    """A staging buffer that is being copied to devices. checks: of what is in it, that aren't
+    done."""
+
+    batch: Batch
+    chunk: Chunk
+    events: list[Event]
+    checks: int = 0
+
+    def is_over(self) -> bool:
+        while self.events and self.events[0].done():
+            self.events.pop(0)
+        return not self.events and self.checks == 0
+
+
+@dataclass(slots=True, eq=False)
 class _Request:
     """What is in the queue under a tag. memory: kept until it is done."""
 
@@ -55,17 +90,16 @@ class _Request:
     batch: Batch
     memory: Memory | None
     chunk: Chunk | None = None
-    populate: int | None = None
-    check: Wanted | None = None
-    first_block: int = 0  # of a check
+    populate: Step | None = None
+    check: _Check | None = None
 
 
 class Reading:
     """Reads batches and tells which tensors are ready.
 
-    read_ahead: bytes of batches that may be under way at once (one always may).
-    The queue is closed, and nothing is under way any more, when `run` ends, in
-    whichever way.
+    read_ahead: bytes of batches that may be under way at once (one always may);
+    ring: staging buffers, where anything goes to devices. The queue is closed, and
+    nothing is under way any more, when `run` ends, in whichever way.
     """
 
     def __init__(
@@ -78,6 +112,7 @@ class Reading:
         chunk_bytes: int,
         check: bool,
         read_ahead: int,
+        ring: Ring | None = None,
     ) -> None:
         self.figures = Figures()
         self.method = method
@@ -90,8 +125,10 @@ class Reading:
         self._held: Batch | None = None  # the next one, until there is room for it
         self._under_way = 0  # bytes
         self._unread: deque[tuple[Batch, Chunk]] = deque()
-        self._unpopulated: deque[tuple[Batch, int]] = deque()
-        self._unchecked: deque[tuple[Batch, Wanted, int, int, int]] = deque()
+        self._unpopulated: deque[tuple[Batch, Step]] = deque()
+        self._unchecked: deque[_Check] = deque()
+        self._ring = ring
+        self._leaving: dict[Chunk, _Leaving] = {}
         self._ready: deque[tuple[Batch, Wanted]] = deque()
         self._requests: dict[int, _Request] = {}
         self._warned = self._unreachable = False
@@ -103,15 +140,18 @@ class Reading:
         started = perf_counter()
         try:
             while True:
+                self._finish_copies()
                 self._submit()
                 while self._ready:
                     batch, tensor = self._ready.popleft()
                     yield batch, tensor
                     batch.left -= 1
                     if batch.left == 0:
-                        self._under_way -= batch.size
+                        self._under_way -= batch.nbytes
                 if self._requests:
                     self._wait(advance)
+                elif self._leaving:
+                    time.sleep(_COPY_SECONDS)
                 elif self._held is None and not self._unread:
                     break
         except NativeError as error:
@@ -121,6 +161,7 @@ class Reading:
             ) from None
         finally:
             self._queue.close()
+            self._drain()
             self.figures.reading += perf_counter() - started
 
     # --- Submitting ---
@@ -128,23 +169,38 @@ class Reading:
     def _submit(self) -> None:
         self._start_batches()
         while self._unpopulated and self._populates < MOST_POPULATING:
-            batch, address = self._unpopulated.popleft()
-            tag = self._enter(_Request(perf_counter(), batch, batch.arena, populate=address))
-            self._queue.populate(address, batch.step_length(address), tag)
+            batch, step = self._unpopulated.popleft()
+            tag = self._enter(_Request(perf_counter(), batch, step.memory, populate=step))
+            self._queue.populate(step.address, step.length, tag)
             self._populates += 1
         while self._unchecked and self._checks < MOST_CHECKING:
-            batch, tensor, address, length, first = self._unchecked.popleft()
-            request = _Request(perf_counter(), batch, batch.arena, check=tensor, first_block=first)
-            self._queue.check(int(tensor.info.ggml_type), address, length, self._enter(request))
+            check = self._unchecked.popleft()
+            request = _Request(perf_counter(), check.batch, check.batch.arena, check=check)
+            kind = int(check.tensor.info.ggml_type)
+            self._queue.check(kind, check.address, check.length, self._enter(request))
             self._checks += 1
         while self._unread and self._reads < self.depth:
             batch, chunk = self._unread[0]
             if self._reads >= _most_at_once(chunk.part):
                 break
-            if chunk.needs > batch.frontier and batch.steps:
+            if chunk.needs > batch.frontier:
+                break
+            if not self._has_memory(chunk):
                 break
             self._unread.popleft()
             self._read(batch, chunk)
+
+    def _has_memory(self, chunk: Chunk) -> bool:
+        """Finds a staging buffer for a chunk that needs one; False when none is free."""
+        if chunk.segment is None or chunk.staging is not None:
+            return True
+        staging = None if self._ring is None else self._ring.take()
+        if staging is None:
+            return False
+        chunk.staging, chunk.address = staging, staging.address
+        if chunk.part.source.mapping is not None:
+            chunk.copy = staging.copier(chunk.part.source.mapping, chunk.offset)
+        return True
 
     def _read(self, batch: Batch, chunk: Chunk) -> None:
         part, mapping = chunk.part, chunk.part.source.mapping
@@ -182,20 +238,22 @@ class Reading:
             batch = self._held
             if batch is None:
                 return
-            if self._under_way and self._under_way + batch.size > self._read_ahead:
+            if self._under_way and self._under_way + batch.nbytes > self._read_ahead:
                 return
             self._held = None
-            batch.start(self._chunk_bytes)
-            self._under_way += batch.size
+            self._under_way += batch.nbytes
+            batch.start(self._chunk_bytes, 0 if self._ring is None else self._ring.buffer_bytes)
             self._unread += ((batch, chunk) for chunk in batch.chunks)
-            self._unpopulated += ((batch, address) for address in batch.steps)
+            self._unpopulated += ((batch, step) for step in batch.steps)
             self._ready += ((batch, tensor) for tensor in batch.empty)
 
     # --- What is done ---
 
     def _wait(self, advance: Callable[[int], None]) -> None:
         before = perf_counter()
-        done = self._queue.wait(_WAIT_MILLISECONDS)
+        # The queue doesn't tell of copies: while reads wait for one to end, look often.
+        starved = self._leaving and self._ring is not None and self._ring.is_starved
+        done = self._queue.wait(_COPY_MILLISECONDS if starved else _WAIT_MILLISECONDS)
         now = perf_counter()
         self.figures.waiting += now - before
         if done is None:
@@ -214,7 +272,7 @@ class Reading:
         elif request.check is not None:
             self._checks -= 1
             self.figures.checking += taken
-            self._check_done(request.batch, request.check, request.first_block, done)
+            self._check_done(request.check, done)
 
     def _read_done(self, batch: Batch, chunk: Chunk, done: Done) -> int:
         """How many bytes arrived."""
@@ -223,11 +281,56 @@ class Reading:
             self._check_mapped(chunk, -done.result)
         elif (arrived := self._check_read(batch, chunk, done)) < chunk.length:
             return arrived
+        if chunk.segment is not None:
+            self._leave(batch, chunk, chunk.segment)
+            return chunk.length
         for tensor in chunk.tensors:
             tensor.outstanding -= 1
             if tensor.outstanding == 0:
                 self._arrived(batch, tensor)
         return chunk.length
+
+    # --- To devices ---
+
+    def _leave(self, batch: Batch, chunk: Chunk, segment: Segment) -> None:
+        """Begins to copy what is in a staging buffer, and to check it at the same time."""
+        staging = chunk.staging
+        if staging is None:
+            raise RuntimeError("a segment was read to no staging buffer")
+        leaving = self._leaving[chunk] = _Leaving(batch, chunk, [])
+        for copy in segment.copies():
+            arena = batch.devices[copy.buffer]
+            source = staging.data[copy.begin : copy.begin + copy.length]
+            leaving.events.append(arena.copy(copy.position, source))
+        if not self._check:
+            return
+        for tensor, piece in zip(chunk.tensors, segment.pieces, strict=True):
+            address = staging.address + piece.offset - segment.offset
+            for start, length, first in check_slices(tensor.info, piece.start, piece.length):
+                leaving.checks += 1
+                check = _Check(batch, tensor, address + start, length, first, chunk)
+                self._unchecked.append(check)
+
+    def _finish_copies(self) -> None:
+        for chunk in [chunk for chunk, leaving in self._leaving.items() if leaving.is_over()]:
+            batch = self._leaving.pop(chunk).batch
+            if self._ring is not None and chunk.staging is not None:
+                self._ring.give(chunk.staging)
+            for tensor in chunk.tensors:
+                tensor.outstanding -= 1
+                if tensor.outstanding == 0:
+                    self._ready.append((batch, tensor))
+
+    def _drain(self) -> None:
+        """Waits for the copies that are still under way, after a failure too."""
+        for leaving in self._leaving.values():
+            for event in leaving.events:
+                with suppress(DeviceError):  # one that failed is over, and an error is on its way
+                    while not event.done():
+                        time.sleep(_COPY_SECONDS)
+        self._leaving.clear()
+
+    # --- What arrived ---
 
     def _check_mapped(self, chunk: Chunk, number: int) -> None:
         error = prefetch_error(chunk.part.source.file, number, chunk.offset, chunk.length)
@@ -274,16 +377,20 @@ class Reading:
             return
         tensor.outstanding = len(slices)
         for start, length, first_block in slices:
-            entry = (batch, tensor, tensor.address + start, length, first_block)
-            self._unchecked.append(entry)
+            check = _Check(batch, tensor, tensor.address + start, length, first_block)
+            self._unchecked.append(check)
 
-    def _check_done(self, batch: Batch, tensor: Wanted, first_block: int, done: Done) -> None:
+    def _check_done(self, check: _Check, done: Done) -> None:
+        tensor = check.tensor
         if done.result == 1:
-            block = first_block + done.block
+            block = check.first_block + done.block
             tensor.invalid = block if tensor.invalid is None else min(block, tensor.invalid)
+        if check.chunk is not None:
+            self._leaving[check.chunk].checks -= 1
+            return
         tensor.outstanding -= 1
         if tensor.outstanding == 0:
-            self._ready.append((batch, tensor))
+            self._ready.append((check.batch, tensor))
 
 
 def _most_at_once(part: Part) -> int:

@@ -64,6 +64,16 @@ class Phases:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StagingReport:
+    """The host memory through which tensors went to devices. why_pageable: why it wasn't pinned;
+    None when it was."""
+
+    buffers: int
+    buffer_bytes: int
+    why_pageable: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadReport:
     """What a load did. Sizes are bytes, times are seconds.
 
@@ -71,7 +81,9 @@ class LoadReport:
     bytes_direct, bytes_buffered, bytes_mapped: what was moved each way, slack
     and header included; bytes_bounced: how many of them went through a bounce
     buffer; memory_bytes: what the weights hold in memory of their own (0 when
-    mapped). method, depth and chunk_bytes are None for mmap.
+    mapped); device: the name of the device, or the names of several; device_bytes:
+    what they hold on each that isn't the host; staging: None when nothing went to
+    one. method, depth and chunk_bytes are None for mmap.
     """
 
     model: str
@@ -87,22 +99,28 @@ class LoadReport:
     method: str | None
     depth: int | None
     chunk_bytes: int | None
-    device: str
+    device: str | tuple[str, ...]
     peak_rss_bytes: int
     memory_bytes: int
+    device_bytes: dict[str, int]
+    staging: StagingReport | None
     phases: Phases
 
     @property
     def bytes_per_second(self) -> float | None:
         """None when nothing was loaded."""
-        return self.bytes / self.seconds if self.bytes and self.seconds > 0 else None
+        loaded = self.bytes and self.phases.requests and self.seconds > 0
+        return self.bytes / self.seconds if loaded else None
 
     def to_dict(self) -> dict[str, object]:
         """The report as an object for JSON."""
         fields = asdict(self)
-        del fields["memory_bytes"], fields["phases"]
+        for name in ("memory_bytes", "device_bytes", "staging", "phases"):
+            del fields[name]
         for file in fields["files"]:
             file["requested"] = list(file["requested"])
         fields["files"] = list(fields["files"])
+        if not isinstance(self.device, str):
+            fields["device"] = list(self.device)
         fields["bytes_per_second"] = self.bytes_per_second
         return fields

@@ -1,8 +1,8 @@
-"""A tensor in host memory, and the weights of a load."""
+"""Tensors, on the host and on devices, and the weights of a load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gguf
@@ -11,9 +11,12 @@ import numpy.typing as npt
 
 from loader._closing import Closing
 from loader._ffi import Memory
-from loader.errors import UnsupportedFormatError, quoted
+from loader.device.base import DeviceBuffer
+from loader.device.registry import HOST
+from loader.errors import DeviceError, UnsupportedFormatError, quoted
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import PLAIN_DTYPES, array_layout, type_name
+from loader.placement import DeviceArena
 from loader.report import LoadReport
 
 
@@ -29,6 +32,25 @@ class Tensor:
     def __init__(self, info: TensorInfo, data: npt.NDArray[np.uint8]) -> None:
         self.info = info
         self._data = data
+
+    @property
+    def device(self) -> str:
+        """The name of the device that it is on; "cpu" is the host."""
+        return HOST
+
+    def native(self) -> Any:
+        """The tensor as its device has it, without a copy: a numpy array here, on a device a torch
+        tensor, a pyopencl array, or an array with `__cuda_array_interface__`."""
+        return self.numpy()
+
+    def to_host(self) -> Tensor:
+        """The tensor in host memory: itself, or a copy of one that is on a device."""
+        return self
+
+    def is_same(self, other: Tensor) -> bool:
+        """Whether both are the same tensor in the same memory."""
+        place = self._data.ctypes.data
+        return self.info == other.info and place == other._data.ctypes.data
 
     def numpy(self) -> npt.NDArray[Any]:
         """The tensor as a numpy array, without a copy.
@@ -85,6 +107,78 @@ class Tensor:
         return f"<Tensor {self.info.name!r} {type_name(self.info.ggml_type)} {shape}>"
 
 
+class DeviceTensor(Tensor):
+    """A tensor on a device. It is of use while its weights are open: ValueError after that."""
+
+    __slots__ = ("_buffer", "_device", "_position")
+
+    def __init__(self, info: TensorInfo, device: str, buffer: DeviceBuffer, position: int) -> None:
+        super().__init__(info, _NOTHING)
+        self._device = device
+        self._buffer = buffer
+        self._position = position
+
+    @property
+    def device(self) -> str:
+        return self._device
+
+    def is_same(self, other: Tensor) -> bool:
+        return (
+            isinstance(other, DeviceTensor)
+            and self.info == other.info
+            and self._buffer is other._buffer
+            and self._position == other._position
+        )
+
+    def native(self) -> Any:
+        dtype, shape = array_layout(self.info.ggml_type, self.info.shape)
+        return self._buffer.array(self._position, dtype, shape, int(self.info.ggml_type))
+
+    def to_host(self) -> Tensor:
+        return Tensor(self.info, self._buffer.read(self._position, self.info.nbytes or 0))
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """DeviceError: what is on a device is no numpy array; `to_host` copies it."""
+        raise DeviceError(
+            f"tensor {quoted(self.info.name)} is on {self._device}; to_host() copies it to the host"
+        )
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        return self.to_host().dequantize()
+
+    def _own(self, name: str) -> Any:
+        """An attribute of the native array: AttributeError where it has none."""
+        return getattr(self.native(), name)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        raise AttributeError(f"tensor {quoted(self.info.name)} is on {self._device}")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Of CUDA and of torch's CUDA devices; AttributeError on others."""
+        interface: dict[str, Any] = self._own("__cuda_array_interface__")
+        return interface
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """A DLPack capsule where the device's library makes one: torch does."""
+        try:
+            make = self._own("__dlpack__")
+        except AttributeError:
+            raise BufferError(f"{self._device} gives no DLPack capsules") from None
+        return make(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        try:
+            kind, number = self._own("__dlpack_device__")()
+        except AttributeError:
+            raise BufferError(f"{self._device} gives no DLPack capsules") from None
+        return int(kind), int(number)
+
+
+_NOTHING: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+
 class Buffers(Mapping[str, npt.NDArray[Any]]):
     """Memory for tensors, by name, that direct reads can fill: for `load(into=...)`."""
 
@@ -108,15 +202,22 @@ class Buffers(Mapping[str, npt.NDArray[Any]]):
 class Weights(Mapping[str, Tensor], Closing):
     """The tensors of a load by name, in file order, and its report.
 
-    A context manager: `close` lets go of the tensors. Those that somebody still
-    holds stay valid.
+    A context manager: `close` lets go of the tensors. Those on the host that
+    somebody still holds stay valid; the memory of devices is freed at once, and
+    tensors there can't be used any more (what torch owns lives on with torch's
+    own tensors).
     """
 
     def __init__(
-        self, tensors: dict[str, Tensor], report: LoadReport, arena: Memory | None = None
+        self,
+        tensors: dict[str, Tensor],
+        report: LoadReport,
+        arena: Memory | None = None,
+        devices: Sequence[DeviceArena] = (),
     ) -> None:
         self._tensors: dict[str, Tensor] | None = tensors
         self._arena = arena
+        self._devices = tuple(devices)
         self.report = report
 
     @property
@@ -124,6 +225,23 @@ class Weights(Mapping[str, Tensor], Closing):
         """The memory of the load, to be used again; None when it was mapped or has none."""
         self._open_tensors()
         return self._arena
+
+    @property
+    def devices(self) -> tuple[DeviceArena, ...]:
+        """The memory on devices, to be used again."""
+        self._open_tensors()
+        return self._devices
+
+    def hand_over(self, later: Mapping[str, Tensor]) -> None:
+        """The memory belongs to later weights: of these only the tensors are left that are where
+        they were, and devices' memory isn't freed with them any more."""
+        tensors = self._open_tensors()
+        self._tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name in later and tensor.is_same(later[name])
+        }
+        self._devices = ()
 
     def _open_tensors(self) -> dict[str, Tensor]:
         if self._tensors is None:
@@ -141,6 +259,9 @@ class Weights(Mapping[str, Tensor], Closing):
 
     def close(self) -> None:
         self._tensors = self._arena = None
+        devices, self._devices = self._devices, ()
+        for arena in devices:
+            arena.memory.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._tensors is None else f"{len(self._tensors)} tensors"

@@ -318,6 +318,18 @@ def test_row_125_names_are_printed_harmlessly(run: Run, hostile: Path) -> None:
     assert "[/x][bold]markup" in run("inspect", hostile, "--tensors").out
 
 
+def test_text_of_any_size_is_cut_for_a_terminal(run: Run, tmp_path: Path) -> None:
+    """Arrays of strings, and a name of a megabyte: the beginning, in bounded time and memory."""
+    tokens = key("tokens", build.ARRAY, array(build.STRING, ["one", "two", "\x1b[31m"] * 5))
+    name = key("general.name", build.STRING, text(b"\x80" * (1 << 20)))
+    path = write(tmp_path / "m.gguf", pad(fixed(3, 0, 2) + tokens + name))
+    done = run("inspect", path, "--metadata")
+    assert done.status == 0, done.err
+    assert "tokens = 15 x STRING: ['one', 'two', '\\x1b[31m', " in done.out
+    assert "... (1048576 characters)" in done.out
+    assert len(done.out) < 100_000
+
+
 def test_row_125_json_is_exact(run: Run, hostile: Path) -> None:
     found = run("inspect", hostile, "--json").json
     assert [tensor["name"] for tensor in found["tensors"]] == HOSTILE

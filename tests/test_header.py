@@ -483,8 +483,14 @@ def test_records_without_end_cost_little(path: Path) -> None:
     """A sparse file of zeros is full of tensors without a name."""
     path.write_bytes(fixed(3, (1 << 20) + 1, 0))
     os.truncate(path, 1 << 30)
-    with pytest.raises(TruncatedFileError, match="at most 1048576 are possible"):
+    with pytest.raises(UnsupportedFormatError, match="more than 1048576 are not read here"):
         loader.open(path)
+
+
+def test_an_empty_tensor_and_one_of_unknown_type_past_the_end(path: Path) -> None:
+    for dims, kind in (([0], 0), ([8], 99)):
+        data = pad(fixed(3, 1, 0) + info("t", dims, kind, 1 << 33))
+        refuse(path, data, TruncatedFileError, "should begin at offset 8589934")
 
 
 def test_a_long_name_makes_no_long_message(path: Path) -> None:

@@ -537,6 +537,22 @@ def test_a_list_of_strings_costs_nothing_to_load(tmp_path: Path) -> None:
         assert list(model.stream()) == []
 
 
+@pytest.mark.parametrize("access", ACCESS)
+def test_many_small_tensors_cost_no_more_each(tmp_path: Path, access: Access) -> None:
+    """Four times the tensors take about four times the processor time, not sixteen."""
+    seconds = []
+    for count in (1500, 6000):
+        records = b"".join(info(f"{i:x}", [8], 0, i * 32) for i in range(count))
+        path = tmp_path / "m.gguf"
+        path.write_bytes(pad(fixed(3, count, 0) + records) + bytes(32 * count))
+        with loader.open(path, access=access) as model:
+            into = {name: np.empty(8, np.float32) for name in model.tensors}
+            before = time.process_time()
+            model.load(into=into)
+            seconds.append(time.process_time() - before)
+    assert seconds[1] < 9 * seconds[0] + 0.2
+
+
 def test_row_93_a_mapping_is_copied_in_large_pieces(path: Path, faults: Faults) -> None:
     """Memory of the caller's, and mmap demanded: as many pieces as chunks, not as pages."""
     expected = random_model(path, [8 << 20])["t0"].tobytes()

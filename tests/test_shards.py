@@ -399,6 +399,118 @@ def test_shards_that_are_aligned_by_the_specification(tmp_path: Path) -> None:
         assert weights["b"].numpy().tobytes() == T1_DATA[::-1]
 
 
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_an_alignment_that_cannot_be_told_is_no_wrong_tensor(
+    tmp_path: Path, alignment: int
+) -> None:
+    """gguf-py's shards with something missing or added at their ends: right, or refused."""
+    expected = {f"t{i}": np.full(100, i + 1, np.int8) for i in range(3)}
+    files = split_model(tmp_path, expected, alignment=alignment)
+    whole = files[1].read_bytes()
+    outcomes = set()
+    for data in (
+        whole, whole[:-1], whole.rstrip(b"\0"), whole + b"x", whole + bytes(1), whole + bytes(4096),
+        whole + files[2].read_bytes(),
+    ):  # fmt: skip
+        files[1].write_bytes(data)
+        try:
+            weights = loader.load(files[0])
+        except ShardError as error:
+            assert error.path == str(files[1]) or "joined as bytes" in str(error)
+            outcomes.add("refused")
+        else:
+            assert same(weights, expected)
+            outcomes.add("right")
+    assert "right" in outcomes
+    assert alignment == 8 or outcomes == {"right", "refused"}
+
+
+def test_a_last_tensor_of_unknown_type_is_no_wrong_alignment(tmp_path: Path) -> None:
+    keys = key("general.alignment", build.U32, scalar(build.U32, 256))
+    split = [
+        key("split.no", build.U16, scalar(build.U16, n))
+        + key("split.count", build.U16, scalar(build.U16, 2))
+        for n in range(2)
+    ]
+    first = pad(pad(fixed(3, 1, 3) + keys + split[0] + info("a", [8], 0, 0), 256) + T1_DATA, 256)
+    infos = info("b", [8], 0, 0) + info("unknown", [8], 99, 256)
+    second = pad(fixed(3, 2, 2) + split[1] + infos, 256) + pad(b"b" * 32, 256) + b"?" * 300
+    assert len(pad(fixed(3, 2, 2) + split[1] + infos)) % 256, "or it would be the same"
+    write(tmp_path / "m-00001-of-00002.gguf", first)
+    path = write(tmp_path / "m-00002-of-00002.gguf", second)
+    with pytest.raises(ShardError, match="can't be told where its data begins"):
+        loader.open(path)
+
+
+def test_an_offset_that_wraps_is_not_taken_for_joined_shards(tmp_path: Path) -> None:
+    data = shard(0, 2, tensors=())
+    keys = data[24 : data.index(b"split.count") + 17]
+    broken = pad(fixed(3, 1, 2) + keys + info("t", [16], 0, 2**64 - 32)) + bytes(32) + b"GGUF"
+    first = write(tmp_path / "m-00001-of-00002.gguf", broken)
+    write(tmp_path / "m-00002-of-00002.gguf", shard(1, 2, tensors=("u",)))
+    with pytest.raises(TruncatedFileError, match="tensor 't'"):
+        loader.open(first)
+
+
+def test_a_false_count_is_about_missing_files_not_about_limits(tmp_path: Path) -> None:
+    path = write(tmp_path / "m-00001-of-00002.gguf", shard(0, 65535))
+    with pytest.raises(ShardError, match=r"m-00002-of-00002.gguf is missing.*and \d+ more"):
+        loader.open(path)
+
+
+def test_shards_that_are_named_like_byte_parts(tmp_path: Path) -> None:
+    files = split_model(tmp_path, random_tensors())
+    odd = [file.rename(tmp_path / f"m.gguf.00{i}") for i, file in enumerate(files, 1)]
+    assert len(loader.load(odd)) == 3
+    with pytest.raises(ShardError, match="one of 3 files"):
+        loader.open(odd[0])
+    with pytest.raises(ShardError, match="shard 3 of 3 is missing"):
+        loader.open(odd[:2])
+    with pytest.raises(loader.UnsupportedFormatError, match="HTML"):
+        loader.open(write(tmp_path / "m.gguf.001", b"<!DOCTYPE html>"))
+
+
+def test_a_set_without_a_prefix(tmp_path: Path) -> None:
+    for number in range(2):
+        data = shard(number, 2, tensors=(f"t{number}",))
+        write(tmp_path / f"0000{number + 1}-of-00002.gguf", data)
+    assert len(loader.load(tmp_path / "00002-of-00002.gguf")) == 2
+
+
+@pytest.mark.parametrize("access", ["direct", "mmap", "buffered"])
+def test_every_file_takes_one_descriptor(direct_folder: Path, access: AccessRequest) -> None:
+    files = split_model(direct_folder, random_tensors(20))
+    before = len(descriptors())
+    with loader.open(files[0], access=access, page_cache="reuse") as model:
+        model.load().close()
+        assert len(descriptors()) - before == 20
+
+
+def test_weights_of_mixed_access_are_used_again(direct_folder: Path, faults: Faults) -> None:
+    expected = random_tensors(3, 200_000)
+    files = split_model(direct_folder, expected)
+    faults.fail("open", errno.EINVAL, nth=4, times=1)
+    with loader.open(files[0]) as model:
+        assert [file.access for file in model.files] == ["direct", "mmap", "direct"]
+        first = model.load()
+        address = first["t2"].numpy().ctypes.data
+        weights = model.load(into=first)
+        assert same(weights, expected)
+        assert weights["t2"].numpy().ctypes.data == address
+
+
+def test_weights_that_were_used_again_keep_no_false_tensors(direct_folder: Path) -> None:
+    expected = random_tensors(3, 200_000)
+    files = split_model(direct_folder, expected)
+    with loader.open(files[0], access="direct") as model:
+        first = model.load()
+        second = model.load(into=first)
+        assert same(first, expected), "the same tensors in the same places"
+        third = model.load(names=["t1"], into=second)
+        assert same(third, {"t1": expected["t1"]})
+        assert list(second) == [], "what was elsewhere before"
+
+
 def test_names_of_odd_bytes_lead_to_the_others(tmp_path: Path) -> None:
     folder = os.fsencode(tmp_path)
     for number in range(2):
@@ -525,7 +637,7 @@ def test_a_thousand_shards(direct_folder: Path) -> None:
         assert len(descriptors()) == before
         resource.setrlimit(resource.RLIMIT_NOFILE, (900, hard))
         for set_ in (given, sorted(direct_folder.glob("m-*.gguf"))):
-            with pytest.raises(ReadError, match=r"needs 1\d\d\d .*limit .* is 900") as caught:
+            with pytest.raises(ReadError, match=r"needs 1\d\d\d file.*limit .* is 900") as caught:
                 loader.open(set_)
             assert caught.value.errno == errno.EMFILE
             assert len(descriptors()) == before

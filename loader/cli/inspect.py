@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -98,9 +99,9 @@ def _value_object(metadata: Metadata, key: str, whole: bool) -> dict[str, object
     }
 
 
-def _items(values: StringArray | npt.NDArray[Any]) -> list[Any]:
+def _items(values: Sequence[str] | npt.NDArray[Any]) -> list[Any]:
     """The elements of an array as Python values."""
-    return list(values) if isinstance(values, StringArray) else values.tolist()
+    return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 
 def _plain(value: Any) -> object:
@@ -134,7 +135,7 @@ def _shown(metadata: Metadata, key: str) -> str:
         return printable(value if isinstance(value, str) else repr(value))
     element = metadata.element_type(key)
     kind = element.name if element is not None else ""
-    first = ", ".join(map(repr, _items(value[:_FIRST])))  # type: ignore[arg-type]  # a slice is one
+    first = ", ".join(map(repr, _items(value[:_FIRST])))
     more = ", ..." if len(value) > _FIRST else ""
     return printable(f"{len(value)} x {kind}: [{first}{more}]")
 
@@ -147,13 +148,15 @@ def _print_tensors(model: Model) -> None:
             type_name(info.ggml_type),
             "x".join(map(str, info.shape)) or "scalar",
             printable(info.name),
+            str(info.file + 1),
         )
         for info in model.tensors.values()
     ]
-    rows.insert(0, ("offset", "bytes", "type", "shape", "name"))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for offset, nbytes, kind, shape, name in rows:
+    rows.insert(0, ("offset", "bytes", "type", "shape", "name", "file"))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    for offset, nbytes, kind, shape, name, file in rows:
+        which = f"{file:>{widths[5]}}  " if len(model.files) > 1 else ""
         print_line(
-            f"{offset:>{widths[0]}}  {nbytes:>{widths[1]}}  {kind:<{widths[2]}}  "
+            f"{which}{offset:>{widths[0]}}  {nbytes:>{widths[1]}}  {kind:<{widths[2]}}  "
             f"{shape:<{widths[3]}}  {name}"
         )

@@ -28,7 +28,8 @@ def list_line(name: str, digest: str | None, encoding: str = "utf-8") -> str:
 
 def encode_name(name: str, encoding: str = "utf-8") -> str:
     """A name as it stands in a list."""
-    shown = "".join(_encoded(char, encoding) for char in name)
+    escapes = {ord(char): _encoded(char, encoding) for char in set(name)}
+    shown = name.translate(escapes)
     return name if shown == name else "\\" + shown
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
+_LONGEST = 4096
+
 
 def printable(text: str) -> str:
     """One line of harmless text, whatever is in a name or a path.
@@ -12,8 +14,11 @@ def printable(text: str) -> str:
     Every string from a file or a path goes through here on its way to a
     terminal. What isn't printable (control characters, and with them escape
     sequences, line ends, marks that turn the direction of text) is escaped as
-    \\xNN or \\uNNNN; a byte that isn't UTF-8 appears as its surrogate, \\udcNN.
+    \\xNN or \\uNNNN; a byte that isn't UTF-8 appears as its surrogate, \\udcNN. Of a
+    long text the beginning is shown (JSON has all of it).
     """
+    if len(text) > _LONGEST:
+        return f"{printable(text[:_LONGEST])}... ({len(text)} characters)"
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else escaped(char) for char in text)

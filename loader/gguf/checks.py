@@ -16,13 +16,16 @@ _SLICE_BYTES = 8 << 20
 _MOST_NAMED = 5
 
 
-def check_slices(info: TensorInfo) -> Iterator[tuple[int, int, int]]:
-    """The pieces in which a tensor is checked: start and length in bytes, and the first block."""
+def check_slices(
+    info: TensorInfo, begin: int = 0, length: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """The pieces in which a tensor, or whole blocks of it, are checked: start (from `begin` on) and
+    length in bytes, and the first block."""
     block_bytes = BLOCK_SIZES[int(info.ggml_type)][1]
     step = _SLICE_BYTES // block_bytes * block_bytes
-    nbytes = info.nbytes or 0
+    nbytes = (info.nbytes or 0) - begin if length is None else length
     for start in range(0, nbytes, step):
-        yield start, min(step, nbytes - start), start // block_bytes
+        yield start, min(step, nbytes - start), (begin + start) // block_bytes
 
 
 def invalid_data(model: str, findings: Mapping[str, int]) -> TensorDataError:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from gguf import GGUF_DEFAULT_ALIGNMENT, GGUFValueType
+from gguf import GGUFValueType
 
 from loader._ffi import Memory, NativeError, Problem, Scan, Transfer
 from loader.errors import DeviceMemoryError, FormatError, UnsupportedFormatError, quoted
 from loader.gguf import metadata, tensors
 from loader.gguf.metadata import Metadata
 from loader.gguf.problems import explain
-from loader.gguf.tensors import Records, check_layout, data_length, read_records
+from loader.gguf.tensors import Records, check_layout, read_records
 from loader.gguf.types import TYPE_TABLE
 from loader.io.arena import allocate_arena
 from loader.io.file import File, Moved, describe_errno
@@ -64,20 +64,8 @@ def read_header(file: File) -> tuple[Header, Metadata]:
     return Header(scan.version, _alignment(path, values), scan.end, records, moved), values
 
 
-def locate_data(file: File, header: Header, inherited: int | None = None) -> DataSection:
-    """Where the data of a file's tensors is; TensorLayoutError when it can't be there.
-
-    inherited: the alignment of the first file of a split model, for those of its
-    files that don't say theirs. By the specification it is 32 then, and so
-    llama.cpp's tools write them. gguf-py's writer aligns all files as the first
-    one; which of the two wrote a file is seen from its size.
-    """
-    alignment = header.alignment or int(GGUF_DEFAULT_ALIGNMENT)
-    if header.alignment is None and inherited is not None:
-        # As long as that alignment makes it when the last tensor is padded too.
-        begin, length = align_up(header.end, inherited), data_length(header.records)
-        if file.size == begin + align_up(length, inherited):
-            alignment = inherited
+def locate_data(file: File, header: Header, alignment: int) -> DataSection:
+    """Where the data of a file's tensors is; TensorLayoutError when it can't be there."""
     begin = align_up(header.end, alignment)
     if header.records.names:
         check_layout(

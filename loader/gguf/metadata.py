@@ -51,6 +51,9 @@ _PYTHON_TYPES: dict[type, frozenset[GGUFValueType]] = {
 }
 
 
+_AT_ONCE = 1 << 16  # strings whose places are Python numbers at the same time
+
+
 def _text(data: memoryview) -> str:
     return str(data, "utf-8", "surrogateescape")
 
@@ -82,9 +85,10 @@ class StringArray(Sequence[str]):
 
     def __iter__(self) -> Iterator[str]:
         header = self._header
-        bounds = self._offsets.tolist()
-        for start, end in pairwise(bounds):
-            yield _text(header[start + 8 : end])
+        for first in range(0, len(self), _AT_ONCE):
+            bounds = self._offsets[first : first + _AT_ONCE + 1].tolist()
+            for start, end in pairwise(bounds):
+                yield _text(header[start + 8 : end])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (StringArray, list, tuple)):
@@ -150,7 +154,7 @@ class Metadata(Mapping[str, Any]):
         yield from (key for key in self._overridden if key not in self._indices)
 
     def __len__(self) -> int:
-        return len(self._indices | self._overridden)
+        return len(self._indices) + sum(key not in self._indices for key in self._overridden)
 
     def __repr__(self) -> str:
         return f"<{len(self)} metadata keys>"

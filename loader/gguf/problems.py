@@ -76,6 +76,14 @@ _EXPLANATIONS: dict[str, tuple[type[FormatError], str]] = {
 }
 
 
+# The same codes, where it isn't the file's size that is the limit.
+_TOO_MANY_FOR_US = (
+    UnsupportedFormatError,
+    "claims {value} entries, but more than {limit} are not read here; no model has so many",
+)
+_MOST_RECORDS = 1 << 20  # MOST_RECORDS of the scan
+
+
 def _identify(path: str, beginning: bytes) -> FormatError | None:
     """An error for a file that isn't GGUF at all, or None for one that is."""
     if not beginning:
@@ -142,5 +150,7 @@ def explain(path: str, problem: Problem, header: bytes | memoryview) -> FormatEr
         name = str(header[problem.name_offset : end], "utf-8", "surrogateescape")
     where, offset = _where(problem, name), problem.offset
     kind, what = _EXPLANATIONS[problem.code]
+    if problem.code in ("TOO_MANY_KEYS", "TOO_MANY_TENSORS") and problem.limit == _MOST_RECORDS:
+        kind, what = _TOO_MANY_FOR_US
     text = what.format(offset=offset, value=problem.value, limit=problem.limit)
     return kind(f"{path}: {where} {text}", path=path, offset=offset, field=name)

@@ -15,6 +15,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from gguf import GGUF_DEFAULT_ALIGNMENT, Keys
 
 from loader.errors import FormatError, ReadError, ShardError, TruncatedFileError, quoted
@@ -30,16 +31,17 @@ _TENSORS = Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT
 
 _MOST_SHARDS = 0xFFFF  # split.count is a UINT16
 _MOST_LISTED = 256
+_MOST_COMPARED = 4096
 _SPARE_DESCRIPTORS = 4  # a second one while a file is opened, and those of a queue of reads
 
 _SHARD_NAME = re.compile(
-    r"(?P<prefix>.*-)(?P<number>[0-9]{1,9})(?P<rest>-of-[0-9]{1,9}\.gguf)",
+    r"(?P<prefix>(?:.*-)?)(?P<number>[0-9]{1,9})(?P<rest>-of-[0-9]{1,9}\.gguf)",
     re.DOTALL | re.IGNORECASE,
 )
 # How the pieces are named when a file is cut after some number of bytes.
 _BYTE_PART_NAME = re.compile(
     r".*(?:[.-]part[-_.]?(?:[0-9]+(?:[-_]?of[-_]?[0-9]+)?|[a-z]{1,2})"
-    r"|[.-]split[-_.]?(?:[0-9]+|[a-z]{1,2})|\.gguf\.(?:[0-9]{1,3}|[a-z]{2}))",
+    r"|[.-]split[-_.]?(?:[0-9]+|[a-z]{1,2})|\.gguf\.(?:[0-9]{2,3}|[a-z]{2}))",
     re.DOTALL | re.IGNORECASE,
 )
 _MERGE = "llama.cpp's llama-gguf-split --merge joins them into one file as it should be"
@@ -68,8 +70,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class FileSet:
-    """The files of a model in order, all of them there and belonging together."""
+    """The files of a model in order, all of them there and belonging together. path: as it was
+    given, the first one of a list."""
 
+    path: str
     files: tuple[tuple[File, Header, DataSection], ...]
     metadata: Metadata
 
@@ -84,30 +88,34 @@ def open_files(path: PathLike | Sequence[PathLike]) -> FileSet:
     try:
         return _open_files(path)
     except FormatError as error:
-        if _BYTE_PART_NAME.fullmatch(os.path.basename(error.path or "")):  # noqa: PTH119 - a str
+        # Something that is cut off, or begins in the middle.
+        broken = isinstance(error, TruncatedFileError) or type(error) is FormatError
+        if broken and _BYTE_PART_NAME.fullmatch(os.path.basename(error.path or "")):  # noqa: PTH119
             raise ShardError(
                 f"{error.path}: by its name this is a byte part of a larger file; join the parts "
                 "in their order first (cat part1 part2 > model.gguf)",
                 path=error.path,
+                offset=error.offset,
+                field=error.field,
             ) from error
         raise
 
 
 def _open_files(path: PathLike | Sequence[PathLike]) -> FileSet:
     if isinstance(path, (str, bytes, os.PathLike)):
-        paths, listed = [path], False
+        paths, listed = [os.fspath(path)], False
     else:
         paths, listed = _checked_list(path), True
     if len(paths) > 1:
         _check_descriptors(os.fsdecode(paths[0]), len(paths))
     given = _open_shard(paths[0])
     if given.split is None and len(paths) == 1:
-        return _assemble([given])
+        return _assemble(given, [given])
     others = paths[1:] if listed else _siblings(given)
-    return _assemble(_complete(given, others, listed=listed))
+    return _assemble(given, _complete(given, others, listed=listed))
 
 
-def _checked_list(paths: object) -> list[PathLike]:
+def _checked_list(paths: object) -> list[str | bytes]:
     if not isinstance(paths, (list, tuple)):
         raise TypeError(f"a model is a path or a list of paths, not {paths!r}")
     for path in paths:
@@ -115,13 +123,13 @@ def _checked_list(paths: object) -> list[PathLike]:
             raise TypeError(f"a path is a str, bytes or os.PathLike, not {path!r}")
     if not paths:
         raise ValueError("the list of paths is empty")
-    return list(paths)
+    return [os.fspath(path) for path in paths]
 
 
 # --- One file -----------------------------------------------------------------------
 
 
-def _open_shard(path: PathLike) -> Shard:
+def _open_shard(path: str | bytes) -> Shard:
     file = File(path)
     header, metadata = read_header(file)
     split = read_split(file.path, metadata)
@@ -161,13 +169,16 @@ def read_split(path: str, metadata: Metadata) -> Split | None:
     return Split(which, count, number(_TENSORS, 0, (1 << 63) - 1))
 
 
-def _is_joined(shard: Shard) -> bool:
+def _is_joined(shard: Shard, inherited: int | None = None) -> bool:
     """Whether another GGUF file follows the data of this one: then shards were joined as bytes."""
     header = shard.header
-    alignment = header.alignment or int(GGUF_DEFAULT_ALIGNMENT)
-    end = align_up(header.end, alignment) + data_length(header.records)
+    after_data = set()
+    for alignment in {header.alignment or inherited, header.alignment or GGUF_DEFAULT_ALIGNMENT}:
+        if alignment is not None:
+            end = align_up(header.end, alignment) + data_length(header.records)
+            after_data |= {end, align_up(end, alignment)}
     magic = bytearray(4)
-    for after in {end, align_up(end, alignment)}:
+    for after in after_data:
         if after + len(magic) <= shard.file.size:
             shard.file.pread_into(magic, after)
             if magic == b"GGUF":
@@ -201,10 +212,11 @@ def _siblings(given: Shard) -> list[str]:
             path=path,
             field=_COUNT,
         )
-    _check_descriptors(path, count)
     width = len(match["number"])
     names = [f"{match['prefix']}{i:0{width}}{match['rest']}" for i in range(1, count + 1)]
-    return [os.path.join(folder, other) for other in names if other != name]  # noqa: PTH118 - str
+    others = [os.path.join(folder, other) for other in names if other != name]  # noqa: PTH118 - str
+    _check_descriptors(path, sum(map(os.path.exists, others)))
+    return others
 
 
 def _linked(path: str) -> str:
@@ -226,15 +238,15 @@ def _check_descriptors(path: str, count: int) -> None:
     needed = used + count + _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise ReadError(
-            f"{path}: a model of {count} files needs {needed} file descriptors ({used} are in "
-            f"use), but the limit (RLIMIT_NOFILE) is {limit}; raise it with 'ulimit -n' or "
-            "LimitNOFILE=",
+            f"{path}: {count} more files of the model have to be opened, which needs {needed} file "
+            f"descriptors ({used} are in use), but the limit (RLIMIT_NOFILE) is {limit}; raise it "
+            "with 'ulimit -n' or LimitNOFILE=",
             errno=errno.EMFILE,
             filename=path,
         )
 
 
-def _complete(given: Shard, others: Sequence[PathLike], *, listed: bool) -> list[Shard]:
+def _complete(given: Shard, others: Sequence[str | bytes], *, listed: bool) -> list[Shard]:
     """All files of the set, in order. listed: their paths were given and not guessed, so one that
     can't be opened is an error by itself."""
     shards, problems = [given], []
@@ -254,7 +266,7 @@ def _complete(given: Shard, others: Sequence[PathLike], *, listed: bool) -> list
     if not problems:
         problems += _gaps(shards)
     if problems:
-        raise _set_error(given.file.path, problems)
+        raise _set_error(given.file.path, problems, listed=listed)
     return sorted(shards, key=lambda shard: 0 if shard.split is None else shard.split.number)
 
 
@@ -275,6 +287,7 @@ def _failure(path: str, error: FormatError | OSError) -> str:
 def _disagreements(shards: Sequence[Shard]) -> Iterator[str]:
     """What the files say that can't be true of one set."""
     reference = next((shard for shard in shards if shard.split is not None), None)
+    inherited = next((s.header.alignment for s in shards if s.split and not s.split.number), None)
     places: dict[int, str] = {}
     for shard in shards:
         path, split = shard.file.path, shard.split
@@ -287,18 +300,22 @@ def _disagreements(shards: Sequence[Shard]) -> Iterator[str]:
             )
         elif split.tensors != reference.split.tensors:
             yield (
-                f"{path} is of a set of {split.tensors} tensors ({_TENSORS}), "
-                f"{reference.file.path} of one of {reference.split.tensors}"
+                f"{path} is of a set of {_or_unknown(split.tensors)} tensors ({_TENSORS}), "
+                f"{reference.file.path} of one of {_or_unknown(reference.split.tensors)}"
             )
         elif split.number in places:
             yield (
                 f"{path} is shard {split.number + 1} of {split.count} ({_NUMBER}), as "
                 f"{places[split.number]} is"
             )
-        elif _is_joined(shard):
+        elif _is_joined(shard, inherited):
             yield f"{path} holds several shards, joined as bytes; {_MERGE}"
         else:
             places[split.number] = path
+
+
+def _or_unknown(number: int | None) -> str:
+    return "an unknown number of" if number is None else str(number)
 
 
 def _gaps(shards: Sequence[Shard]) -> Iterator[str]:
@@ -309,13 +326,16 @@ def _gaps(shards: Sequence[Shard]) -> Iterator[str]:
     yield from (f"shard {number + 1} of {count} is missing" for number in missing)
 
 
-def _set_error(path: str, problems: Sequence[str]) -> ShardError:
+def _set_error(path: str, problems: Sequence[str], *, listed: bool) -> ShardError:
+    what = "this is one of several files of a model, and the others aren't as they should be"
+    remedy = "Download what is missing or wrong again, all from one place"
+    if listed:
+        what = "the files of the list aren't those of one model"
+        remedy = "List each file of a split model once, and a model in one file by itself"
     shown = "; ".join(problems[:_MOST_LISTED])
     more = len(problems) - _MOST_LISTED
     return ShardError(
-        f"{path}: this is one of several files of a model, and the others aren't as they should "
-        f"be: {shown}{f'; and {more} more' if more > 0 else ''}. Download what is missing or "
-        "wrong again, all from one place",
+        f"{path}: {what}: {shown}{f'; and {more} more' if more > 0 else ''}. {remedy}",
         path=path,
         field=_COUNT,
     )
@@ -324,17 +344,67 @@ def _set_error(path: str, problems: Sequence[str]) -> ShardError:
 # --- The set ----------------------------------------------------------------------
 
 
-def _assemble(shards: Sequence[Shard]) -> FileSet:
+def _assemble(given: Shard, shards: Sequence[Shard]) -> FileSet:
     """The files as one model; they are complete and in order."""
-    inherited = shards[0].header.alignment
+    first = shards[0].header.alignment
     metadata = next(shard.metadata for shard in shards if shard.metadata is not None)
     if len(shards) > 1:
         _check_tensors(shards)
     files = (
-        (shard.file, shard.header, locate_data(shard.file, shard.header, inherited))
+        (shard.file, shard.header, locate_data(shard.file, shard.header, _alignment(shard, first)))
         for shard in shards
     )
-    return FileSet(tuple(files), metadata)
+    return FileSet(given.file.path, tuple(files), metadata)
+
+
+def _alignment(shard: Shard, first: int | None) -> int:
+    """The alignment of a file; first: that of the first one, None when it doesn't say.
+
+    A file that doesn't say its own has 32, by the specification, and so llama.cpp's
+    tools write shards. gguf-py's writer aligns all of them as the first one, and
+    says so only there. Which of the two wrote a file has to be found out.
+    """
+    header, standard = shard.header, int(GGUF_DEFAULT_ALIGNMENT)
+    if header.alignment is not None:
+        return header.alignment
+    if first is None or not header.records.names:
+        return standard
+    small, large = sorted((first, standard))
+    if align_up(header.end, small) == align_up(header.end, large):
+        return small  # the data begins at the same place
+    return _found_out(shard, small, large)
+
+
+def _found_out(shard: Shard, small: int, large: int) -> int:
+    """Which of two alignments a file has. ShardError when that can't be told: one of them would
+    give wrong tensors."""
+    header, file = shard.header, shard.file
+    offsets, length = header.records.table["data_offset"], data_length(header.records)
+    begin = {choice: align_up(header.end, choice) for choice in (small, large)}
+    if (offsets % np.uint64(large)).any() or begin[large] + length > file.size:
+        return small
+    # Up to where the data begins by the larger one there are zeros, if it is that.
+    between = bytearray(min(begin[large] - begin[small], _MOST_COMPARED))
+    file.pread_into(between, begin[small])
+    if any(between):
+        return small
+    # A file ends with its last tensor, which mostly is padded, too.
+    for padding in (True, False):
+        ends = {
+            choice: start + (align_up(length, choice) if padding else length)
+            for choice, start in begin.items()
+        }
+        fitting = [choice for choice, end in ends.items() if end == file.size]
+        if len(fitting) == 1:
+            return fitting[0]
+    raise ShardError(
+        f"{file.path}: it can't be told where its data begins, at offset {begin[small]} or "
+        f"{begin[large]}: the first file of the model says general.alignment, this one doesn't, "
+        f"and its size fits neither. Download it again, or make one file of the model: {_MERGE}",
+        path=file.path,
+        offset=begin[small],
+        field="general.alignment",
+    )
 
 
 def _check_tensors(shards: Sequence[Shard]) -> None:

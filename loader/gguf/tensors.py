@@ -65,7 +65,10 @@ class Records:
 
 def data_length(records: Records) -> int:
     """Bytes from the beginning of the data section to the end of its last tensor."""
-    ends = records.table["data_offset"] + records.lengths
+    offsets, lengths = records.table["data_offset"], records.lengths
+    ends = offsets + lengths
+    if (ends < offsets).any():
+        return 1 << 64  # past the end of whatever file
     return int(ends.max(initial=0))
 
 
@@ -185,10 +188,13 @@ def _check_end(
     index = int(np.flatnonzero(outside)[0])
     start = data_offset + int(offsets[index])
     expected = int(lengths[index])
-    found = min(max(file_size - start, 0), expected)
+    what = f"should have {expected} bytes at offset {start}"
+    found = f"has only {min(max(file_size - start, 0), expected)} of them"
+    if expected == 0 or not records.table["known"][index]:
+        what, found = f"should begin at offset {start}", "ends before that"
     raise TruncatedFileError(
-        f"{path}: tensor {quoted(names[index])} should have {expected} bytes at offset {start}, "
-        f"but the file, of {file_size} bytes, has only {found} of them; is the download complete?",
+        f"{path}: tensor {quoted(names[index])} {what}, but the file, of {file_size} bytes, "
+        f"{found}; is the download complete?",
         path=path,
         offset=start,
         field=names[index],

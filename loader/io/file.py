@@ -56,6 +56,7 @@ class File(Closing):
     """
 
     def __init__(self, path: PathLike, *, direct: bool = True) -> None:
+        path = os.fspath(path)  # once: it may be another one the next time
         self.path = os.fsdecode(path)
         _refuse_irregular(path, self.path)
         try:
@@ -224,6 +225,11 @@ class File(Closing):
         """A read-only mapping of the whole file. NativeError when the system refuses."""
         return self._open_native().map()
 
+    def stay_buffered(self) -> None:
+        """Gives up direct reads for good, so that the file takes one descriptor. Before other
+        threads use it."""
+        self._open_native().stay_buffered()
+
     def read_ahead(self) -> None:
         """Advises the system that the mapping is going to be read from one end to the other."""
         self._open_native().read_ahead()
@@ -282,8 +288,8 @@ class File(Closing):
         if number == errno.ENODATA:
             kind = ShortReadError
             message = (
-                f"{self.path}: the file ends at offset {offset}, but had {self.size} bytes when "
-                "it was opened; is something writing to it?"
+                f"{self.path}: the file ends at offset {offset} or before, but had {self.size} "
+                "bytes when it was opened; is something writing to it?"
             )
         elif number in (errno.EFAULT, errno.EINVAL, errno.EOPNOTSUPP) and transfer.direct_required:
             kind = DirectIOError

@@ -1,0 +1,237 @@
+"""OpenCL devices, through pyopencl."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loader._ffi import Memory
+from loader.device.base import (
+    Device,
+    DeviceBuffer,
+    DeviceMemory,
+    PinnedMemory,
+    fill_range,
+    is_worth_offloading,
+    offload_min_batch,
+    refuse_closed,
+)
+from loader.device.host import usable_memory
+from loader.errors import DeviceError, DeviceMemoryError, DeviceUnavailableError
+from loader.io.arena import allocate_arena
+
+_INSTALL = "install it with the extra: pip install 'gguf-dio[opencl]'"
+_FILL = "__kernel void fill(__global float *out, ulong first, float value) {"
+_FILL += " out[first + get_global_id(0)] = value; }"
+
+
+class OpenCLBuffer:
+    """An OpenCL memory object. memory: that of the host that it lies in, on a device that shares
+    it; owned: freed when it is closed."""
+
+    def __init__(
+        self,
+        device: OpenCLDevice,
+        handle: Any,
+        nbytes: int,
+        memory: Memory | None = None,
+        *,
+        owned: bool = True,
+    ) -> None:
+        self._device = device
+        self._handle = handle
+        self.memory = memory
+        self._owned = owned
+        self.nbytes = nbytes
+
+    @property
+    def closed(self) -> bool:
+        return self._handle is None
+
+    @property
+    def handle(self) -> Any:
+        refuse_closed(self, self._device.name)
+        return self._handle
+
+    def array(self, position: int, dtype: npt.DTypeLike, shape: tuple[int, ...], kind: int) -> Any:
+        """A pyopencl array. It is for use while the weights are open."""
+        del kind
+        array = importlib.import_module("pyopencl.array")
+        return array.Array(
+            self._device.queue, shape, np.dtype(dtype), data=self.handle, offset=position
+        )
+
+    def read(self, position: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        found: npt.NDArray[np.uint8] = np.empty(nbytes, np.uint8)
+        self._device.copy(found, self.handle, src_offset=position)
+        return found
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None and self._owned:
+            handle.release()
+        self.memory = None
+
+
+class _CopyEvent:
+    def __init__(self, cl: Any, event: Any) -> None:
+        self._cl = cl
+        self._event = event
+
+    def done(self) -> bool:
+        status = self._event.command_execution_status
+        if status < 0:
+            raise DeviceError(f"a copy to an OpenCL device failed with status {status}")
+        return bool(status == self._cl.command_execution_status.COMPLETE)
+
+
+class OpenCLDevice(Device):
+    """The device of that number, counted over all platforms. queue: a pyopencl.CommandQueue to
+    be used, so that its context has the buffers; without it, one is made."""
+
+    def __init__(self, number: int = 0, queue: Any = None) -> None:
+        self.name = f"opencl:{number}"
+        self._cl = cl = _import_pyopencl()
+        self._device = _find(cl, number) if queue is None else queue.device
+        self._context = cl.Context([self._device]) if queue is None else queue.context
+        self.queue = cl.CommandQueue(self._context) if queue is None else queue
+        self._fill = cl.Kernel(cl.Program(self._context, _FILL).build(), "fill")
+        self._shares_host = bool(self._device.host_unified_memory)
+        self._min_batch = offload_min_batch()
+        self.largest_buffer: int | None = int(self._device.max_mem_alloc_size)
+
+    def memory(self) -> DeviceMemory:
+        """OpenCL tells only the total: what others use of a card isn't known."""
+        total = int(self._device.global_mem_size)
+        return usable_memory(self.name, total, total, shares_host=self._shares_host)
+
+    def allocate(self, nbytes: int) -> OpenCLBuffer:
+        """On a device that shares the host's memory, in huge pages of ours."""
+        flags = self._cl.mem_flags
+        memory = allocate_arena(nbytes) if self._shares_host else None
+        try:
+            if memory is None:
+                handle = self._cl.Buffer(self._context, flags.READ_WRITE, nbytes)
+            else:
+                handle = self._cl.Buffer(
+                    self._context,
+                    flags.READ_WRITE | flags.USE_HOST_PTR,
+                    hostbuf=np.asarray(memory)[:nbytes],
+                )
+        except self._cl.Error as error:
+            free = self.memory().free
+            raise DeviceMemoryError(
+                f"{self.name}: {nbytes} bytes can't be allocated, {free} are free: {error}",
+                needed=nbytes,
+                available=free,
+            ) from None
+        return OpenCLBuffer(self, handle, nbytes, memory)
+
+    def allocate_pinned(self, nbytes: int) -> PinnedMemory:
+        """Our memory as the host pointer of a buffer that stays mapped: so drivers pin it."""
+        memory, flags = allocate_arena(nbytes), self._cl.mem_flags
+        whole = np.asarray(memory)
+        try:
+            handle = self._cl.Buffer(
+                self._context, flags.READ_ONLY | flags.USE_HOST_PTR, hostbuf=whole
+            )
+            mapped, _ = self._cl.enqueue_map_buffer(
+                self.queue, handle, self._cl.map_flags.WRITE, 0, whole.shape, whole.dtype
+            )
+        except self._cl.Error as error:
+            return PinnedMemory(memory, None, f"the OpenCL driver says: {error}")
+        if mapped.ctypes.data != memory.address:
+            mapped.base.release(self.queue)
+            handle.release()
+            return PinnedMemory(memory, None, "the OpenCL driver maps it elsewhere")
+
+        def unpin() -> None:
+            mapped.base.release(self.queue)
+            self.queue.finish()
+            handle.release()
+
+        return PinnedMemory(memory, unpin)
+
+    def copy_async(
+        self, buffer: DeviceBuffer, position: int, source: npt.NDArray[np.uint8]
+    ) -> _CopyEvent:
+        event = self.copy(
+            _opencl_buffer(buffer).handle, source, dst_offset=position, is_blocking=False
+        )
+        self.queue.flush()
+        return _CopyEvent(self._cl, event)
+
+    def copy(self, target: Any, source: Any, **options: Any) -> Any:
+        try:
+            return self._cl.enqueue_copy(self.queue, target, source, **options)
+        except self._cl.Error as error:
+            raise DeviceError(f"{self.name}: a copy failed: {error}") from None
+
+    def adopt(self, owner: object) -> OpenCLBuffer:
+        array = importlib.import_module("pyopencl.array")
+        if isinstance(owner, self._cl.Buffer):
+            handle, nbytes = owner, int(owner.size)
+        elif isinstance(owner, array.Array):
+            if not owner.flags.c_contiguous or owner.offset:
+                raise ValueError("it isn't contiguous from the beginning of its buffer")
+            handle, nbytes = owner.base_data, int(owner.nbytes)
+        else:
+            raise TypeError(f"{type(owner).__name__} is no OpenCL buffer or array")
+        if handle.context != self._context:
+            raise ValueError(
+                f"it is of another context than {self.name}; give a Device with the queue of that "
+                "context: loader.device.opencl.OpenCLDevice(queue=...)"
+            )
+        return OpenCLBuffer(self, handle, nbytes, owned=False)
+
+    def fill(
+        self, buffer: DeviceBuffer, value: float, position: int = 0, count: int | None = None
+    ) -> None:
+        position, count = fill_range(buffer, position, count)
+        if count:
+            handle = _opencl_buffer(buffer).handle
+            arguments = (handle, np.uint64(position // 4), np.float32(value))
+            self._fill(self.queue, (count,), None, *arguments)
+            self.queue.finish()
+
+    def offloads(self, op: str, shape: Sequence[int]) -> bool:
+        return is_worth_offloading(self._min_batch, op, shape)
+
+    def close(self) -> None:
+        """The context goes with the last buffer in it."""
+        self.queue.finish()
+
+
+def _opencl_buffer(buffer: DeviceBuffer) -> OpenCLBuffer:
+    if not isinstance(buffer, OpenCLBuffer):
+        raise TypeError(f"{buffer!r} is no memory of an OpenCL device")
+    return buffer
+
+
+def _find(cl: Any, number: int) -> Any:
+    try:
+        devices = [device for platform in cl.get_platforms() for device in platform.get_devices()]
+    except cl.Error as error:
+        raise DeviceUnavailableError(
+            f"there is no OpenCL platform ({error}); install the driver of the device, or PoCL "
+            "for the processor (Debian: pocl-opencl-icd)"
+        ) from None
+    if not 0 <= number < len(devices):
+        names = ", ".join(f"opencl:{i} ({device.name})" for i, device in enumerate(devices))
+        raise DeviceUnavailableError(
+            f"there is no OpenCL device {number}; there are: {names or 'none'}"
+        )
+    return devices[number]
+
+
+def _import_pyopencl() -> Any:
+    try:
+        return importlib.import_module("pyopencl")
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"OpenCL devices need the package pyopencl ({error}); {_INSTALL}"
+        ) from None
