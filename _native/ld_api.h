@@ -130,6 +130,8 @@ void *ld_memory_address(const ld_memory *memory);
 uint64_t ld_memory_size(const ld_memory *memory);
 /* Locks the range (rounded to pages) into physical memory. */
 int ld_memory_lock(const ld_memory *memory, uint64_t offset, uint64_t length);
+/* Gives up the whole pages in the range; they may not be touched any more. */
+int ld_memory_release(const ld_memory *memory, uint64_t offset, uint64_t length);
 void ld_memory_close(ld_memory *memory);
 
 /* --- The header of a GGUF file (gguf_scan.c) ------------------------------- */

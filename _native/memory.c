@@ -68,6 +68,23 @@ int ld_memory_lock(const ld_memory *memory, uint64_t offset, uint64_t length)
     return ld_sys()->mlock(address, pages_length) != 0 ? -errno : 0;
 }
 
+int ld_memory_release(const ld_memory *memory, uint64_t offset, uint64_t length)
+{
+    if (offset > memory->size || length > memory->size - offset)
+        return -EINVAL;
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t start = ld_align_up(offset, page);
+    uint64_t end = offset + length == memory->size ? ld_align_up(memory->size, page)
+                                                   : ld_align_down(offset + length, page);
+    if (end <= start)
+        return 0;
+    /* Something that can't be touched stays in the place, so that nothing else
+     * is mapped there before the whole is given back. */
+    void *found = mmap(memory->address + start, (size_t)(end - start), PROT_NONE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return found == MAP_FAILED ? -errno : 0;
+}
+
 void ld_memory_close(ld_memory *memory)
 {
     if (memory == NULL)

@@ -194,6 +194,10 @@ class Memory:
         """Locks the range into physical memory."""
         _checked(lib.ld_memory_lock(self._memory, offset, length))
 
+    def release(self, offset: int, length: int) -> None:
+        """Gives up the whole pages in the range. Nobody may look at them any more."""
+        _checked(lib.ld_memory_release(self._memory, offset, length))
+
 
 def allocate(size: int) -> Memory:
     """Zeroed memory of `size` bytes, aligned to 2 MiB."""

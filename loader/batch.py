@@ -63,12 +63,14 @@ class Step:
 @dataclass(eq=False)
 class Batch:
     """Tensors that share one memory. arena: memory that is used again; else it is allocated;
-    devices: the memory of devices for those that go there."""
+    devices: the memory of devices for those that go there; nbytes: of memory that it takes, here
+    and there, also when it has let go of it."""
 
     parts: list[Part]
     size: int
     arena: Memory | None = None
     devices: Sequence[DeviceArena] = ()
+    nbytes: int = field(init=False)
     left: int = 0  # tensors that aren't ready
     chunks: list[Chunk] = field(default_factory=list)
     empty: list[Wanted] = field(default_factory=list)
@@ -76,10 +78,8 @@ class Batch:
     populated: set[int] = field(default_factory=set)  # where those that are done begin
     frontier: int = 0  # the address up to which the arena has its pages
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it takes, here and on devices."""
-        return self.size + sum(arena.nbytes for arena in self.devices)
+    def __post_init__(self) -> None:
+        self.nbytes = self.size + sum(arena.nbytes for arena in self.devices)
 
     def start(self, chunk_bytes: int, staging_bytes: int) -> None:
         """Gets the memory and cuts the work into chunks; staging_bytes: of a staging buffer."""

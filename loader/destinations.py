@@ -33,12 +33,12 @@ def destinations(placement: Placement, into: object) -> Destinations:
     if into is None:
         return Destinations({}, {}, None)
     if isinstance(into, Weights):
-        if (host or not elsewhere) and into.arena is None:
+        if into.arena is None and not into.devices:
             raise ValueError(
                 "into: these weights have no memory of their own; they were mapped, or read to "
                 "other memory"
             )
-        return Destinations({}, {}, into.arena if host or not elsewhere else None, into.devices)
+        return Destinations({}, {}, into.arena if host else None, into.devices)
     if isinstance(into, Buffers) and not elsewhere:
         sizes = {name: array.nbytes for name, array in into.items()}
         if sizes == {info.name: info.nbytes for info in placement.host}:

@@ -18,10 +18,19 @@ from loader.gguf.checks import invalid_data
 from loader.gguf.tensors import TensorInfo
 from loader.io.arena import allocate_arena
 from loader.io.file import describe_errno
+from loader.io.mapping import keep_only
 from loader.io.queue import open_queue
 from loader.options import LoadOptions, Progress, Tuning
 from loader.placement import Placement, place, spread
-from loader.planning import OpenModel, Part, fit_into_memory, plan, refuse_unknown, select
+from loader.planning import (
+    OpenModel,
+    Part,
+    fit_into_memory,
+    map_apart,
+    plan,
+    refuse_unknown,
+    select,
+)
 from loader.reading import Reading
 from loader.results import Outcome, host_views, views
 from loader.tensor import Buffers, Tensor, Weights
@@ -79,9 +88,9 @@ def choose(model: OpenModel, options: LoadOptions) -> list[TensorInfo]:
 
 def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOptions) -> Weights:
     """Loads tensors, which may be parts of those in the file."""
-    started = time.perf_counter()
     into = options.into
     placement = place(wanted, options.device, _devices_of(into))
+    started = time.perf_counter()  # that a device's library starts is no part of the load
     given = destinations(placement, into)
     host, arena = given.host, given.arena
     parts, size = plan(model, placement.host, host, reuse=arena is not None)
@@ -100,9 +109,13 @@ def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOp
         return Weights({}, outcome.report(parts + devices.parts, None, None))
     if arena is None:
         outcome.size = fit_into_memory(model, parts, size)
+    if devices.parts:
+        map_apart(parts)
     batch = Batch(parts + devices.parts, outcome.size, arena, devices.arenas)
     with _ring(model, placement, options.tuning) as ring:
         reading = _read(batch, ring, model, options)
+    if devices.parts:
+        _unmap_the_rest(parts)
     if options.mlock:
         _lock(parts, batch.arena)
     by_name = dict(views(batch.parts, batch.arena, batch.devices))
@@ -111,6 +124,13 @@ def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOp
     if isinstance(into, Weights):
         into.hand_over(tensors)
     return Weights(tensors, report, given.arena or batch.arena, devices.arenas)
+
+
+def _unmap_the_rest(parts: Sequence[Part]) -> None:
+    """Of mapped files only what the host's tensors need stays mapped: the others are on devices."""
+    for part in parts:
+        if part.source.mapping is not None:
+            keep_only(part.source.mapping, part.extents)
 
 
 def _devices_of(into: object) -> dict[str, Device]:

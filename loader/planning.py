@@ -322,6 +322,13 @@ def _still_possible(source: Source) -> Source:
     return decide(source.file, decision.requested)
 
 
+def map_apart(parts: Sequence[Part]) -> None:
+    """Gives mapped parts mappings of their own, of which not all has to be kept."""
+    for part in parts:
+        if part.source.mapping is not None:
+            part.source = replace(part.source, mapping=map_file(part.source.file))
+
+
 def fit_into_memory(model: OpenModel, parts: Sequence[Part], needed: int) -> int:
     """The bytes of the arena; 0 after everything was mapped because it wouldn't fit.
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from loader.cli.access import add_access_flags, requested_access
-from loader.cli.parser import Parser
+from loader.cli.parser import Parser, UsageError
 from loader.cli.progress import progress_bar
 from loader.cli.sample import sample_model
 from loader.cli.text import print_json, print_line, printable, size
+from loader.device.registry import HOST, canonical_name
 from loader.gguf.tensors import TensorInfo
 from loader.model import open as open_model
+from loader.placement import Overrides, parse_overrides
 from loader.report import LoadReport
 
 
@@ -29,7 +31,19 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--check-tensors", action="store_true", help="look for NaN and infinite values and scales"
     )
-    parser.add_argument("--device", default="cpu", metavar="D", help="where to load to: cpu")
+    parser.add_argument(
+        "--device",
+        default=HOST,
+        metavar="D",
+        help="where to load to: cpu, cuda:N, opencl:N or torch:DEVICE",
+    )
+    parser.add_argument(
+        "-ot",
+        "--override-tensor",
+        action="append",
+        metavar="PATTERN=DEVICE,...",
+        help="tensors in whose names a pattern is found go to that device instead; may be repeated",
+    )
     parser.add_argument(
         "--tensors",
         action="append",
@@ -41,6 +55,7 @@ def configure(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     access = requested_access(arguments.access_flags, os.environ)
+    device = _devices(arguments.device, arguments.override_tensor)
     path = arguments.model if arguments.model is not None else sample_model()
     with open_model(path, access=access) as model:
         names = _matching(arguments.tensors)
@@ -52,7 +67,7 @@ def execute(arguments: argparse.Namespace) -> None:
         with progress_bar("loading") as progress:
             weights = model.load(
                 names=names,
-                device=arguments.device,
+                device=device,
                 check_tensors=arguments.check_tensors,
                 mlock=arguments.mlock,
                 progress=progress,
@@ -67,6 +82,15 @@ def _matching(globs: Sequence[str] | None) -> Callable[[TensorInfo], bool] | Non
     if not globs:
         return None
     return lambda info: any(fnmatchcase(info.name, glob) for glob in globs)
+
+
+def _devices(default: str, overrides: Sequence[str] | None) -> Overrides | str:
+    try:
+        return (
+            parse_overrides(",".join(overrides), default) if overrides else canonical_name(default)
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _print_report(report: LoadReport) -> None:
@@ -92,4 +116,13 @@ def _print_report(report: LoadReport) -> None:
         f"  moved: direct {size(report.bytes_direct)}, buffered {size(report.bytes_buffered)}, "
         f"mapped {size(report.bytes_mapped)}, of these bounced {size(report.bytes_bounced)}"
     )
+    for name, nbytes in report.device_bytes.items():
+        print_line(f"  on {printable(name)}: {size(nbytes)}")
+    if report.staging is not None:
+        staging = report.staging
+        how = "pinned" if staging.why_pageable is None else f"pageable ({staging.why_pageable})"
+        print_line(
+            f"  staging: {staging.buffers} buffers of {size(staging.buffer_bytes)}, "
+            f"{printable(how)}"
+        )
     print_line(f"  peak memory of the process: {size(report.peak_rss_bytes)}")

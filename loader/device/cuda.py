@@ -174,13 +174,16 @@ class _CopyEvent:
 
 
 class _Handles:
-    """What a device has to give back: its context, and the stream in it."""
+    """What a device has to give back: buffers, the stream, and the context, in this order, in
+    whichever order those who hold them go."""
 
     def __init__(self, driver: _Driver, device: Any) -> None:
         self.driver = driver
         self.device = device
         self.stream: Any = None
         self.context: Any = driver.cuDevicePrimaryCtxRetain(device)
+        self._buffers = 0
+        self._is_closed = False
 
     @contextmanager
     def current(self) -> Iterator[_Driver]:
@@ -193,8 +196,26 @@ class _Handles:
         finally:
             self.driver.cuCtxPopCurrent()
 
-    def give_back(self) -> None:
-        if self.context is None:
+    def allocate(self, nbytes: int) -> int:
+        with self.current() as driver:
+            address = int(driver.cuMemAlloc(nbytes))
+        self._buffers += 1
+        return address
+
+    def free(self, address: int) -> None:
+        try:
+            with self.current() as driver:
+                driver.cuMemFree(address)
+        finally:
+            self._buffers -= 1
+            self._give_back()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if not self._is_closed or self._buffers or self.context is None:
             return
         try:
             if self.stream is not None:
@@ -203,10 +224,6 @@ class _Handles:
         finally:
             self.context = self.stream = None
             self.driver.cuDevicePrimaryCtxRelease(self.device)
-
-    def free(self, address: int) -> None:
-        with self.current() as driver:
-            driver.cuMemFree(address)
 
 
 class CudaDevice(Device):
@@ -220,7 +237,7 @@ class CudaDevice(Device):
         driver = _Driver()
         device = self._find(driver, number)
         self._handles = handles = _Handles(driver, device)
-        self._close = weakref.finalize(self, handles.give_back)
+        self._close = weakref.finalize(self, handles.close)
         self._buffers: weakref.WeakSet[CudaBuffer] = weakref.WeakSet()
         try:
             with handles.current():
@@ -253,8 +270,7 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> CudaBuffer:
         try:
-            with self._handles.current() as driver:
-                address = int(driver.cuMemAlloc(nbytes))
+            address = self._handles.allocate(nbytes)
         except CudaError as error:
             free = self.memory().free
             raise DeviceMemoryError(

@@ -142,7 +142,8 @@ def cut(
 ) -> list[Segment]:
     """Cuts the tensors of one file for buffers of that size, a multiple of the alignment.
 
-    Empty tensors are in no segment.
+    Empty tensors are in no segment. ValueError for buffers that don't hold a block
+    wherever it begins.
     """
     segments: list[Segment] = []
     pieces: list[Piece] = []
@@ -166,6 +167,8 @@ def cut(
                 finish()
                 begin = align_down(at, offset_alignment)
                 room = (begin + buffer_bytes - at) // block * block
+                if room <= 0:
+                    raise ValueError(f"staging buffers of {buffer_bytes} bytes are too small")
             length = min(room, nbytes - start)
             pieces.append(Piece(spot, start, length))
             start += length
@@ -192,7 +195,8 @@ def ring_shape(
     unit = max(offset_alignment, _LARGEST_ALIGNMENT)
     size = align_up(max(chunk_bytes, _SMALLEST_BUFFER), unit)
     if 2 * size > memory_limit:
-        size = max(align_down(memory_limit // 2, unit), unit)
+        size = align_down(memory_limit // 2, unit)
+    size = max(size, 2 * unit)  # so that a block fits in, wherever it begins
     count = max(min(_BUFFERS_PER_READ * depth, memory_limit // size, nbytes // size + 2), 1)
     return RingShape(count, size)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import logging
+from collections.abc import Sequence
 
 from loader._ffi import Memory, NativeError
 from loader.errors import MappingError, ReadError, ShortReadError
 from loader.io.file import File, describe_errno
+from loader.io.ranges import Extent
+
+logger = logging.getLogger("loader")
 
 
 def map_file(file: File) -> Memory:
@@ -23,6 +28,17 @@ def map_file(file: File) -> Memory:
             filename=file.path,
             access="mmap",
         ) from None
+
+
+def keep_only(mapping: Memory, extents: Sequence[Extent]) -> None:
+    """Unmaps all but these ranges (in rising order) and what shares a page with them."""
+    begin = 0
+    for extent in (*extents, Extent(mapping.nbytes, 0, 0, 0)):
+        try:
+            mapping.release(begin, extent.offset - begin)
+        except NativeError as error:  # it stays mapped: no harm
+            logger.warning("a part of a mapping can't be given up: %s", describe_errno(error.errno))
+        begin = extent.end
 
 
 def prefetch_error(file: File, number: int, offset: int, length: int) -> ReadError | None:
