@@ -105,3 +105,54 @@ def random_model(path: Path, sizes: list[int], seed: int = 0) -> dict[str, npt.N
     tensors = {f"t{i}": random.integers(-128, 128, size, np.int8) for i, size in enumerate(sizes)}
     model(path, tensors)
     return tensors
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def split_model(
+    folder: Path,
+    tensors: Arrays,
+    *,
+    name: str = "m",
+    arch: str = "test",
+    alignment: int | None = None,
+    **options: Any,
+) -> list[Path]:
+    """A split model by gguf-py's writer; its files in order."""
+    options.setdefault("split_max_tensors", 1)
+    writer = gguf.GGUFWriter(folder / f"{name}.gguf", arch, **options)
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
+    for tensor, values in tensors.items():
+        writer.add_tensor(tensor, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob(f"{name}-*.gguf"))
+
+
+def random_tensors(n: int = 3, size: int = 5000, seed: int = 0) -> Arrays:
+    random = np.random.default_rng(seed)
+    return {f"t{i}": random.integers(-128, 128, size + i, np.int8) for i in range(n)}
+
+
+def shard(
+    number: int,
+    count: int,
+    *,
+    total: int | None = None,
+    tensors: tuple[str, ...] = ("t",),
+    extra: bytes = b"",
+) -> bytes:
+    """A shard byte by byte; number from 0."""
+    keys = [
+        key("split.no", U16, scalar(U16, number)),
+        key("split.count", U16, scalar(U16, count)),
+    ]
+    if total is not None:
+        keys.append(key("split.tensors.count", I32, scalar(I32, total)))
+    infos = b"".join(info(name, [8], 0, 32 * i) for i, name in enumerate(tensors))
+    data = b"".join(bytes([(number + 1) % 256]) * 32 for _ in tensors)
+    return pad(fixed(3, len(tensors), len(keys)) + b"".join(keys) + infos) + data + extra

@@ -5,13 +5,19 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from loader import _ffi
+from loader.errors import ReadError
+from loader.io.queue import open_queue
+from loader.options import Access, Method
+from loader.tensor import Tensor
 
+METHODS: list[Method] = ["sync", "threads", "io_uring"]
+ACCESS: list[Access] = ["direct", "mmap", "buffered"]
 CORPUS = Path(__file__).resolve().parents[2] / "shared" / "corpus"
 
 
@@ -62,6 +68,27 @@ def memory() -> int:
             start, end = (int(part, 16) for part in span.split("-"))
             total += end - start
     return total
+
+
+def threads() -> int:
+    """Of the process, the kernel's workers for it included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def content(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """The bytes of host tensors by name."""
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> Method:
+    """Each method that can be had here."""
+    name: Method = request.param
+    try:
+        open_queue(name, 1)[0].close()
+    except ReadError as error:
+        pytest.skip(str(error))
+    return name
 
 
 @pytest.fixture

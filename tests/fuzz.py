@@ -6,6 +6,7 @@ grows from small valid files; give a folder to keep it.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -89,9 +90,11 @@ def run(seconds: int, folder: Path, corpus: Path | None = None) -> Result:
             (corpus / f"seed-{number}-{how}").write_bytes(bytes([how]) + seed)
     done = subprocess.run(
         [target, corpus, f"-max_total_time={seconds}", f"-max_len={LONGEST_INPUT}", "-timeout=5",
-         "-rss_limit_mb=512", "-malloc_limit_mb=64", "-print_final_stats=1", "-use_value_profile=1",
-         f"-artifact_prefix={folder}/"],
+         "-rss_limit_mb=1024", "-malloc_limit_mb=64", "-print_final_stats=1",
+         "-use_value_profile=1", f"-artifact_prefix={folder}/"],
         capture_output=True, text=True, check=False, timeout=seconds + 300,
+        # Freed memory that is kept, to find uses of it, counts as the process's.
+        env={**os.environ, "ASAN_OPTIONS": "quarantine_size_mb=32"},
     )  # fmt: skip
     executions = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     coverage = re.findall(r"cov: (\d+)", done.stderr)

@@ -23,24 +23,11 @@ from loader.errors import LoadCancelled, ReadError
 from loader.io.queue import open_queue
 from loader.model import Model
 from loader.options import Access, Method
-from tests.build import random_model
-from tests.conftest import Faults, mappings, memory
-from tests.test_shards import random_tensors, split_model
+from tests.build import random_model, random_tensors, split_model
+from tests.conftest import ACCESS, METHODS, Faults, mappings, memory, threads
 
-METHODS: list[Method] = ["sync", "threads", "io_uring"]
-ACCESS: list[Access] = ["direct", "mmap", "buffered"]
 SIZE = 400_001
 CHUNK = 32 << 10
-
-
-@pytest.fixture(params=METHODS)
-def method(request: pytest.FixtureRequest) -> Method:
-    name: Method = request.param
-    try:
-        open_queue(name, 1)[0].close()
-    except ReadError as error:
-        pytest.skip(str(error))
-    return name
 
 
 @pytest.fixture
@@ -51,11 +38,6 @@ def expected() -> dict[str, bytes]:
 @pytest.fixture
 def path(direct_folder: Path) -> Path:
     return split_model(direct_folder, random_tensors(6, SIZE), split_max_tensors=2)[0]
-
-
-def threads() -> int:
-    """Of the process, the kernel's workers for it included."""
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:

@@ -36,13 +36,10 @@ from loader.io.arena import allocate_arena
 from loader.options import Access, Method
 from loader.placement import parse_overrides
 from tests import build, fake_cuda
-from tests.build import fixed, info, pad, random_model
-from tests.conftest import Faults
-from tests.test_shards import random_tensors, split_model
+from tests.build import fixed, info, pad, random_model, random_tensors, split_model
+from tests.conftest import ACCESS, METHODS, Faults, content
 
 SIZES = [3_000_001, 511, 4096, 0, 5_000_000, 1, 70_001, 2 << 20]
-ACCESS: list[Access] = ["direct", "mmap", "buffered"]
-METHODS: list[Method] = ["sync", "threads", "io_uring"]
 CHUNK = 256 << 10
 
 
@@ -96,8 +93,9 @@ def expected(path: Path) -> dict[str, bytes]:
     return {name: values.tobytes() for name, values in random_model(path, SIZES).items()}
 
 
-def content(tensors: Any) -> dict[str, bytes]:
-    return {name: tensor.to_host().numpy().tobytes() for name, tensor in tensors.items()}
+def back(tensors: Any) -> dict[str, bytes]:
+    """The bytes of tensors by name, wherever they are."""
+    return content({name: tensor.to_host() for name, tensor in tensors.items()})
 
 
 # --- Loads ---
@@ -114,7 +112,7 @@ def test_every_way_of_reading_gives_the_same_bytes(
                 device=device, method=method, chunk_bytes=chunk_bytes, memory_limit=limit
             ) as weights:
                 assert list(weights) == list(expected)
-                assert content(weights) == expected
+                assert back(weights) == expected
                 report = weights.report
                 assert report.device == device
                 assert report.memory_bytes == 0
@@ -135,7 +133,7 @@ def test_shards_streams_and_rows(direct_folder: Path, device: str) -> None:
     expected = {name: values.tobytes() for name, values in arrays.items()}
     files = split_model(direct_folder, arrays, split_max_tensors=2)
     with loader.open(files[1]) as model:
-        assert content(model.load(device=device)) == expected
+        assert back(model.load(device=device)) == expected
         found = {}
         for name, tensor in model.stream(device=device, chunk_bytes=CHUNK, memory_limit=2 << 20):
             assert tensor.device == device
@@ -208,9 +206,9 @@ def test_block_types_bf16_scalars_and_empty_tensors(direct_folder: Path, device:
     )
     path = direct_folder / "m.gguf"
     path.write_bytes(pad(fixed(3, 5, 0) + infos) + data)
-    expected = content(loader.load(path))
+    expected = back(loader.load(path))
     with loader.load(path, device=device) as weights:
-        assert content(weights) == expected
+        assert back(weights) == expected
         assert tuple(weights["q8"].native().shape) == (2, 68)
         assert str(weights["q8"].native().dtype).endswith("uint8")
         kind = "bfloat16" if device.startswith("torch") else "uint16"
@@ -343,7 +341,7 @@ def test_several_devices_at_once(
     with loader.open(path, access=access) as model:
         for request in requests:
             with model.load(device=request, chunk_bytes=CHUNK, check_tensors=True) as weights:
-                assert content(weights) == expected
+                assert back(weights) == expected
                 assert list(weights) == list(expected)
                 assert {name: tensor.device for name, tensor in weights.items()} == where
                 assert weights.report.device == tuple(names)
@@ -450,11 +448,11 @@ def test_row_99_memory_that_cannot_be_pinned(
     """Pageable memory does, and the report says so."""
     cuda.fail("cuMemHostRegister", 2)
     with loader.load(path, device="cuda:0", chunk_bytes=CHUNK) as weights:
-        assert content(weights) == expected
+        assert back(weights) == expected
         assert weights.report.staging is not None
         assert "cuMemHostRegister failed" in (weights.report.staging.why_pageable or "")
     with loader.load(path, device="cuda:1", chunk_bytes=CHUNK) as weights:
-        assert content(weights) == expected
+        assert back(weights) == expected
 
 
 def test_pinned_memory_stays_within_its_limit(
@@ -463,7 +461,7 @@ def test_pinned_memory_stays_within_its_limit(
     with loader.open(path) as model:
         for limit in (1 << 20, 3 << 20, 64 << 20):
             with model.load(device="cuda:0", memory_limit=limit) as weights:
-                assert content(weights) == expected
+                assert back(weights) == expected
             assert 0 < cuda.live("peak_registered_bytes") <= limit
 
 
@@ -509,9 +507,9 @@ def test_the_memory_of_earlier_weights_is_used_again(
         second = model.load(device=device, into=first)
         assert second.devices[0].buffer is buffer
         first.close()
-        assert content(second) == expected
+        assert back(second) == expected
         mixed = model.load(device=lambda info: device if info.name == "t0" else "cpu", into=second)
-        assert content(mixed) == expected
+        assert back(mixed) == expected
         assert mixed.devices[0].buffer is buffer
         small = model.load(names=["t1"], device=device)
         with pytest.raises(ValueError, match="bytes are needed on"):
@@ -529,7 +527,7 @@ def test_memory_of_the_callers_on_a_device(
         chosen, memory = caller_memory(device, [len(expected[name]) for name in wanted])
         into = dict(zip(wanted, memory, strict=True))
         weights = model.load(device=chosen, into=into, chunk_bytes=CHUNK)
-        assert content(weights) == expected
+        assert back(weights) == expected
         weights.close()
         with pytest.raises(ValueError, match="its buffer"):
             model.load(device=chosen, into={"t1": memory[0]})
@@ -637,7 +635,7 @@ def test_a_call_of_the_driver_that_fails(
                 assert f"{call} failed: unknown error" in str(error)
                 outcomes.append("error")
             else:
-                assert content(weights) == expected
+                assert back(weights) == expected
                 weights.close()
                 del weights
                 outcomes.append("bytes")
@@ -681,7 +679,7 @@ def test_staging_buffers_are_not_filled_again_too_early(
     """Copies far slower than reads, through few buffers: the driver reads its source late."""
     cuda.speed(100 << 20)
     with loader.load(path, device="cuda:0", chunk_bytes=CHUNK, memory_limit=1 << 20) as weights:
-        assert content(weights) == expected
+        assert back(weights) == expected
 
 
 class OwnDevice(Device):
@@ -742,7 +740,7 @@ def test_a_device_of_ones_own_with_a_limit_for_buffers(direct_folder: Path) -> N
     device = OwnDevice()
     with loader.open(path) as model:
         weights = model.load(device=device, chunk_bytes=64 << 10)
-        assert content(weights) == {name: values.tobytes() for name, values in arrays.items()}
+        assert back(weights) == {name: values.tobytes() for name, values in arrays.items()}
         assert len(device.allocated) == 4
         assert max(device.allocated) <= 1 << 20
         assert weights.report.device_bytes == {"own": sum(device.allocated)}
@@ -760,7 +758,7 @@ def test_only_what_the_host_needs_stays_mapped(
     weights = loader.load(
         path, access="mmap", device=lambda info: "cpu" if info.name in ("t1", "t6") else device
     )
-    assert content(weights) == expected
+    assert back(weights) == expected
     mapped = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if str(path) in line:
@@ -777,7 +775,7 @@ def test_locking_what_is_left_on_the_host(
     with loader.open(path) as model:
         for choose in (lambda _: device, lambda i: "cpu" if i.name == "t6" else device):
             with model.load(device=choose, mlock=True) as weights:
-                assert content(weights) == expected
+                assert back(weights) == expected
     assert not caplog.records
 
 
@@ -834,7 +832,7 @@ def test_fill(device: str) -> None:
 
 def test_the_host_as_a_device(path: Path, expected: dict[str, bytes]) -> None:
     host = open_device("cpu")
-    assert content(loader.load(path, device=host)) == expected
+    assert back(loader.load(path, device=host)) == expected
     buffer = host.allocate(16)
     host.fill(buffer, 2.0, 4, 2)
     assert buffer.read(0, 16).view(np.float32).tolist() == [0, 2, 2, 0]

@@ -22,25 +22,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import loader
 from loader import _ffi
 from loader.errors import DirectIOError, LoadCancelled, MappingError, ReadError, TensorDataError
-from loader.io.queue import open_queue
 from loader.options import Access, Method
 from tests import build
 from tests.build import array, fixed, info, key, pad, random_model
-from tests.conftest import Faults, mappings, memory
+from tests.conftest import ACCESS, METHODS, Faults, content, mappings, memory, threads
 
-METHODS: list[Method] = ["sync", "threads", "io_uring"]
-ACCESS: list[Access] = ["direct", "mmap", "buffered"]
 SIZES = [3_000_001, 511, 4096, 0, 5_000_000, 1, 70_001, 8 << 20]
-
-
-@pytest.fixture(params=METHODS)
-def method(request: pytest.FixtureRequest) -> Method:
-    name: Method = request.param
-    try:
-        open_queue(name, 1)[0].close()
-    except ReadError as error:
-        pytest.skip(str(error))
-    return name
 
 
 @pytest.fixture
@@ -51,10 +38,6 @@ def path(direct_folder: Path) -> Path:
 @pytest.fixture
 def expected(path: Path) -> dict[str, bytes]:
     return {name: array_.tobytes() for name, array_ in random_model(path, SIZES).items()}
-
-
-def content(weights: Any) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
 
 
 # --- Methods ---
@@ -123,11 +106,6 @@ def test_methods_of_the_environment(path: Path, monkeypatch: pytest.MonkeyPatch)
 # --- Faults, whichever way a request goes ---
 
 
-def tasks() -> int:
-    """The threads of the process, the kernel's included."""
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def fail_reads(faults: Faults, error: int, nth: int) -> None:
     """Of every kind: what io_uring reports, a worker tries again and meets it too."""
     for call in ("uring_result", "pread_direct"):
@@ -162,7 +140,7 @@ def test_an_error_in_a_parallel_load_names_the_place_and_releases_everything(
 ) -> None:
     assert expected
     gc.collect()
-    threads, before = tasks(), memory()
+    running, before = threads(), memory()
     with loader.open(path) as model:
         fail_reads(faults, errno.EIO, 6)
         with pytest.raises(ReadError) as caught:
@@ -179,9 +157,9 @@ def test_an_error_in_a_parallel_load_names_the_place_and_releases_everything(
     nothing_left()
     # The kernel's own workers of a ring end a little after it.
     deadline = time.monotonic() + 10
-    while tasks() > threads and time.monotonic() < deadline:
+    while threads() > running and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert tasks() <= threads
+    assert threads() <= running
 
 
 fault = st.tuples(

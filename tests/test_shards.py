@@ -12,11 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import gguf
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import loader
@@ -24,61 +21,24 @@ from loader.errors import FormatError, ReadError, ShardError, TruncatedFileError
 from loader.gguf.shards import read_split
 from loader.options import AccessRequest, PathLike
 from tests import build
-from tests.build import T1, T1_DATA, fixed, info, key, pad, scalar, write
+from tests.build import (
+    T1,
+    T1_DATA,
+    Arrays,
+    fixed,
+    info,
+    key,
+    pad,
+    random_tensors,
+    scalar,
+    shard,
+    split_model,
+    write,
+)
 from tests.conftest import Faults, descriptors, mappings
 
-Tensors = dict[str, npt.NDArray[Any]]
 
-
-def split_model(
-    folder: Path,
-    tensors: Tensors,
-    *,
-    name: str = "m",
-    arch: str = "test",
-    alignment: int | None = None,
-    **options: Any,
-) -> list[Path]:
-    """A split model by gguf-py's writer; its files in order."""
-    options.setdefault("split_max_tensors", 1)
-    writer = gguf.GGUFWriter(folder / f"{name}.gguf", arch, **options)
-    if alignment is not None:
-        writer.add_custom_alignment(alignment)
-    for tensor, values in tensors.items():
-        writer.add_tensor(tensor, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.glob(f"{name}-*.gguf"))
-
-
-def random_tensors(n: int = 3, size: int = 5000, seed: int = 0) -> Tensors:
-    random = np.random.default_rng(seed)
-    return {f"t{i}": random.integers(-128, 128, size + i, np.int8) for i in range(n)}
-
-
-def shard(
-    number: int,
-    count: int,
-    *,
-    total: int | None = None,
-    tensors: tuple[str, ...] = ("t",),
-    extra: bytes = b"",
-) -> bytes:
-    """A shard byte by byte; number from 0."""
-    keys = [
-        key("split.no", build.U16, scalar(build.U16, number)),
-        key("split.count", build.U16, scalar(build.U16, count)),
-    ]
-    if total is not None:
-        keys.append(key("split.tensors.count", build.I32, scalar(build.I32, total)))
-    infos = b"".join(info(name, [8], 0, 32 * i) for i, name in enumerate(tensors))
-    data = b"".join(bytes([(number + 1) % 256]) * 32 for _ in tensors)
-    return pad(fixed(3, len(tensors), len(keys)) + b"".join(keys) + infos) + data + extra
-
-
-def same(weights: loader.Weights, expected: Tensors) -> bool:
+def same(weights: loader.Weights, expected: Arrays) -> bool:
     return {n: t.numpy().tobytes() for n, t in weights.items()} == {
         n: v.tobytes() for n, v in expected.items()
     }

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
@@ -18,31 +17,13 @@ from hypothesis import example, given, settings, strategies as st
 import loader
 from loader import _ffi
 from loader.errors import DirectIOError, LoaderError, MappingError, ReadError, ShortReadError
-from loader.io.queue import open_queue
 from loader.model import Model
 from loader.options import Access, Method
-from tests.build import random_model
-from tests.conftest import Faults
-from tests.test_shards import random_tensors, split_model
+from tests.build import random_model, random_tensors, split_model
+from tests.conftest import ACCESS, Faults, content
 
-METHODS: list[Method] = ["sync", "threads", "io_uring"]
-ACCESS: list[Access] = ["direct", "mmap", "buffered"]
 SIZE = 150_001
 CHUNK = 16 << 10
-
-
-@pytest.fixture(params=METHODS)
-def method(request: pytest.FixtureRequest) -> Method:
-    name: Method = request.param
-    try:
-        open_queue(name, 1)[0].close()
-    except ReadError as error:
-        pytest.skip(str(error))
-    return name
-
-
-def content(weights: Any) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
 
 
 # --- Any sequence of faults ---

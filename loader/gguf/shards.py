@@ -15,10 +15,10 @@ import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from gguf import GGUF_DEFAULT_ALIGNMENT, Keys
 
 from loader.errors import FormatError, ReadError, ShardError, TruncatedFileError, quoted
+from loader.gguf.alignment import alignment_of
 from loader.gguf.header import DataSection, Header, locate_data, read_header
 from loader.gguf.metadata import Metadata
 from loader.gguf.tensors import data_length
@@ -31,7 +31,6 @@ _TENSORS = Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT
 
 _MOST_SHARDS = 0xFFFF  # split.count is a UINT16
 _MOST_LISTED = 256
-_MOST_COMPARED = 4096
 _SPARE_DESCRIPTORS = 4  # a second one while a file is opened, and those of a queue of reads
 
 _SHARD_NAME = re.compile(
@@ -351,60 +350,14 @@ def _assemble(given: Shard, shards: Sequence[Shard]) -> FileSet:
     if len(shards) > 1:
         _check_tensors(shards)
     files = (
-        (shard.file, shard.header, locate_data(shard.file, shard.header, _alignment(shard, first)))
+        (
+            shard.file,
+            shard.header,
+            locate_data(shard.file, shard.header, alignment_of(shard.file, shard.header, first)),
+        )
         for shard in shards
     )
     return FileSet(given.file.path, tuple(files), metadata)
-
-
-def _alignment(shard: Shard, first: int | None) -> int:
-    """The alignment of a file; first: that of the first one, None when it doesn't say.
-
-    A file that doesn't say its own has 32, by the specification, and so llama.cpp's
-    tools write shards. gguf-py's writer aligns all of them as the first one, and
-    says so only there. Which of the two wrote a file has to be found out.
-    """
-    header, standard = shard.header, int(GGUF_DEFAULT_ALIGNMENT)
-    if header.alignment is not None:
-        return header.alignment
-    if first is None or not header.records.names:
-        return standard
-    small, large = sorted((first, standard))
-    if align_up(header.end, small) == align_up(header.end, large):
-        return small  # the data begins at the same place
-    return _found_out(shard, small, large)
-
-
-def _found_out(shard: Shard, small: int, large: int) -> int:
-    """Which of two alignments a file has. ShardError when that can't be told: one of them would
-    give wrong tensors."""
-    header, file = shard.header, shard.file
-    offsets, length = header.records.table["data_offset"], data_length(header.records)
-    begin = {choice: align_up(header.end, choice) for choice in (small, large)}
-    if (offsets % np.uint64(large)).any() or begin[large] + length > file.size:
-        return small
-    # Up to where the data begins by the larger one there are zeros, if it is that.
-    between = bytearray(min(begin[large] - begin[small], _MOST_COMPARED))
-    file.pread_into(between, begin[small])
-    if any(between):
-        return small
-    # A file ends with its last tensor, which mostly is padded, too.
-    for padding in (True, False):
-        ends = {
-            choice: start + (align_up(length, choice) if padding else length)
-            for choice, start in begin.items()
-        }
-        fitting = [choice for choice, end in ends.items() if end == file.size]
-        if len(fitting) == 1:
-            return fitting[0]
-    raise ShardError(
-        f"{file.path}: it can't be told where its data begins, at offset {begin[small]} or "
-        f"{begin[large]}: the first file of the model says general.alignment, this one doesn't, "
-        f"and its size fits neither. Download it again, or make one file of the model: {_MERGE}",
-        path=file.path,
-        offset=begin[small],
-        field="general.alignment",
-    )
 
 
 def _check_tensors(shards: Sequence[Shard]) -> None:
