@@ -6,7 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from loader._ffi import Memory, NativeError
 from loader.batch import Batch
@@ -163,18 +163,20 @@ def stream(
     with _ring(model, placement, options.tuning) as ring:
         reading = _open_reading(batches, options, ring)
         found: dict[Batch, dict[str, Tensor]] = {}
-        for batch, ready in reading.run(ticker.advance):
-            name = ready.info.name
-            if ready.invalid is not None:
-                raise invalid_data(model.name, {name: ready.invalid})
-            if batch not in found:
-                found[batch] = dict(views(batch.parts, batch.arena, batch.devices))
-            tensor = found[batch].pop(name)
-            if not found[batch]:
-                del found[batch]
-                batch.let_go()
-            yield name, tensor
-            del tensor
+        # Closed before the ring is, however this ends.
+        with closing(reading.run(ticker.advance)) as tensors:
+            for batch, ready in tensors:
+                name = ready.info.name
+                if ready.invalid is not None:
+                    raise invalid_data(model.name, {name: ready.invalid})
+                if batch not in found:
+                    found[batch] = dict(views(batch.parts, batch.arena, batch.devices))
+                tensor = found[batch].pop(name)
+                if not found[batch]:
+                    del found[batch]
+                    batch.let_go()
+                yield name, tensor
+                del tensor
     ticker.finish()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -135,7 +135,7 @@ class Reading:
         self._reads = self._populates = self._checks = 0
         self._tag = 0
 
-    def run(self, advance: Callable[[int], None]) -> Iterator[tuple[Batch, Wanted]]:
+    def run(self, advance: Callable[[int], None]) -> Generator[tuple[Batch, Wanted]]:
         """Yields each tensor as it becomes ready; tells `advance` of bytes as they arrive."""
         started = perf_counter()
         try:

@@ -8,6 +8,7 @@ current in the calling thread only while a call needs it.
 from __future__ import annotations
 
 import importlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,6 +185,7 @@ class _Handles:
         self.context: Any = driver.cuDevicePrimaryCtxRetain(device)
         self._buffers = 0
         self._is_closed = False
+        self._lock = threading.RLock()  # a collection may free buffers while one is allocated
 
     @contextmanager
     def current(self) -> Iterator[_Driver]:
@@ -199,7 +201,8 @@ class _Handles:
     def allocate(self, nbytes: int) -> int:
         with self.current() as driver:
             address = int(driver.cuMemAlloc(nbytes))
-        self._buffers += 1
+        with self._lock:
+            self._buffers += 1
         return address
 
     def free(self, address: int) -> None:
@@ -207,12 +210,14 @@ class _Handles:
             with self.current() as driver:
                 driver.cuMemFree(address)
         finally:
-            self._buffers -= 1
-            self._give_back()
+            with self._lock:
+                self._buffers -= 1
+                self._give_back()
 
     def close(self) -> None:
-        self._is_closed = True
-        self._give_back()
+        with self._lock:
+            self._is_closed = True
+            self._give_back()
 
     def _give_back(self) -> None:
         if not self._is_closed or self._buffers or self.context is None:
