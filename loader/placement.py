@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -67,15 +68,23 @@ class Placement:
         self.devices.append((device, tensors))
         return tensors
 
+    @cached_property
+    def _where(self) -> dict[str, Device]:
+        return {info.name: device for device, infos in self.devices for info in infos}
+
     def part(self, tensors: Sequence[TensorInfo]) -> Placement:
         """The same for some of the tensors."""
-        names = {info.name for info in tensors}
-
-        def some(infos: Sequence[TensorInfo]) -> list[TensorInfo]:
-            return [info for info in infos if info.name in names]
-
-        devices = [(device, some(infos)) for device, infos in self.devices]
-        return Placement(some(self.host), [(device, infos) for device, infos in devices if infos])
+        result = Placement()
+        groups: dict[int, list[TensorInfo]] = {}
+        for info in tensors:
+            device = self._where.get(info.name)
+            if device is None:
+                result.host.append(info)
+                continue
+            if id(device) not in groups:
+                groups[id(device)] = result.add(device)
+            groups[id(device)].append(info)
+        return result
 
 
 def place(wanted: Sequence[TensorInfo], request: object, known: Mapping[str, Device]) -> Placement:
@@ -150,10 +159,6 @@ class Spread:
 
     parts: list[Part] = field(default_factory=list)
     arenas: list[DeviceArena] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(arena.nbytes for arena in self.arenas)
 
 
 def spread(
