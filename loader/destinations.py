@@ -71,12 +71,12 @@ def places(
     if isinstance(into, Buffers):
         return into
     parts, size = plan(model, wanted, mapped=False)
-    check_room(size, arena)
+    check_size(size, arena)
     views = host_views(parts, arena)
     return {name: tensor.numpy() for name, tensor in views}
 
 
-def check_room(size: int, arena: Memory) -> None:
+def check_size(size: int, arena: Memory) -> None:
     if arena.nbytes < size:
         raise ValueError(f"into: {size} bytes are needed, the weights' memory has {arena.nbytes}")
 

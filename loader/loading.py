@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 
 from loader._ffi import Memory, NativeError
 from loader.batch import Batch
-from loader.destinations import check_room, destinations, fits, places
+from loader.destinations import check_size, destinations, fits, places
 from loader.device.base import Device
 from loader.device.staging import Ring, ring_shape
 from loader.errors import LoadCancelled
@@ -21,7 +21,7 @@ from loader.io.file import describe_errno
 from loader.io.mapping import keep_only
 from loader.io.queue import open_queue
 from loader.options import LoadOptions, Progress, Tuning
-from loader.placement import Placement, place, spread
+from loader.placement import Placement, check_room, place, spread
 from loader.planning import (
     OpenModel,
     Part,
@@ -102,15 +102,18 @@ def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOp
         host, arena = places(model, placement.host, into, arena), None
         parts, size = plan(model, placement.host, host)
     if arena is not None:
-        check_room(size, arena)
+        check_size(size, arena)
     devices = spread(model, placement, given.devices, given.arenas)
     outcome = Outcome(model, wanted, options, started, placement.names, devices.arenas, size)
     if options.no_alloc:
         return Weights({}, outcome.report(parts + devices.parts, None, None))
+    if isinstance(into, Weights) and given.arena is None and not devices.taken:
+        raise ValueError("into: these weights have no memory on any device that is loaded to")
+    shared = check_room(model, devices.arenas)
     if arena is None:
-        outcome.size = fit_into_memory(model, parts, size)
+        outcome.size = fit_into_memory(model, parts, size, beside=shared)
     if devices.parts:
-        map_apart(parts)
+        map_apart(parts + devices.parts)
     batch = Batch(parts + devices.parts, outcome.size, arena, devices.arenas)
     with _ring(model, placement, options.tuning) as ring:
         reading = _read(batch, ring, model, options)
@@ -122,7 +125,7 @@ def load_tensors(model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOp
     tensors = {info.name: by_name[info.name] for info in wanted}
     report = outcome.report(batch.parts, reading, ring)
     if isinstance(into, Weights):
-        into.hand_over(tensors)
+        into.hand_over(tensors, devices.taken)
     return Weights(tensors, report, given.arena or batch.arena, devices.arenas)
 
 
@@ -183,6 +186,7 @@ def stream(
 def _batch(model: OpenModel, placement: Placement) -> Batch:
     parts, size = plan(model, placement.host)
     devices = spread(model, placement, {}, ())
+    check_room(model, devices.arenas)
     return Batch(parts + devices.parts, size, devices=devices.arenas)
 
 
@@ -211,7 +215,7 @@ def _ring(model: OpenModel, placement: Placement, tuning: Tuning) -> Iterator[Ri
         memory_limit=tuning.memory_limit,
         offset_alignment=max(file.source.file.alignments[1] for file in model.files),
     )
-    with Ring(placement.devices[0][0], shape) as ring:
+    with Ring([device for device, tensors in placement.devices if tensors], shape) as ring:
         yield ring
 
 

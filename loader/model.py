@@ -62,21 +62,28 @@ class Model(Closing):
         """Loads tensors into memory of their own, or maps them, as the model was opened.
 
         names: an iterable of names, or a predicate on TensorInfo (default: all);
-        device: "cpu"; check_tensors: raise TensorDataError for NaN or infinite
-        values or scales; mlock: lock the memory; no_alloc: read nothing, and
-        return empty Weights whose report has the memory figures; progress:
-        called with bytes done and total, the load is cancelled (LoadCancelled)
-        when it returns False; into: memory to read to, see below; method: "auto",
-        or, as a demand, "io_uring", "threads" or "sync" (one read at a time);
-        depth: how many direct reads are under way at once (of buffered ones, and
-        of a mapping, more than two are no gain); chunk_bytes: the size of one.
+        device: where to: "cpu", "cuda:0", "opencl:0", "torch:DEVICE", a
+        loader.device.base.Device, or, for several, a mapping from name or a
+        function of a TensorInfo to these, or "PATTERN=DEVICE,..."; check_tensors:
+        raise TensorDataError for NaN or infinite values or scales; mlock: lock the
+        memory; no_alloc: read nothing, and return empty Weights whose report has
+        the memory figures; progress: called with bytes done and total, the load is
+        cancelled (LoadCancelled) when it returns False; into: memory to read to,
+        see below; method: "auto", or, as a demand, "io_uring", "threads" or "sync"
+        (one read at a time); depth: how many direct reads are under way at once
+        (of buffered ones, and of a mapping, more than two are no gain);
+        chunk_bytes: the size of one; memory_limit: the most that staging buffers
+        on the way to devices have.
 
         into: a mapping from name to a writable buffer (an array, a memoryview, the
-        result of `empty`), or an earlier Weights, whose memory is used again:
-        tensors of it that somebody still holds then show the new data. Tensors
-        that are loaded but not in the mapping get memory of their own. ValueError,
-        before anything is read, for names that aren't loaded and for buffers that
-        are read-only, overlap or have another size.
+        result of `empty`; for a device, an array of its own library), or an
+        earlier Weights, whose memory is used again: tensors of it that somebody
+        still holds then show the new data, and it keeps only those that are where
+        they were. Tensors that are loaded but not in the mapping, or are on a
+        device that the earlier Weights aren't on, get memory of their own.
+        ValueError, before anything is read, for names that aren't loaded and for
+        buffers that are read-only, overlap, have another size or are on another
+        device. After an error the memory holds something of both.
 
         Tensors of one load share one memory; see Tensor. Raises ValueError for an
         unknown name and for a closed model, UnsupportedFormatError for a tensor of

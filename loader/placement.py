@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from loader.device.registry import HOST, canonical_name, open_device
 from loader.device.staging import Spot, lay_out_buffers
 from loader.errors import DeviceMemoryError, quoted
 from loader.gguf.tensors import TensorInfo
+from loader.gguf.types import array_layout
 from loader.planning import OpenModel, Part, source_for_copies
 
 
@@ -155,10 +157,11 @@ class DeviceArena:
 @dataclass
 class Spread:
     """The tensors of a load that go to devices: one part for each file, and the memory for them.
-    The spots of the parts count the arenas."""
+    The spots of the parts count the arenas. taken: memory of an earlier load among them."""
 
     parts: list[Part] = field(default_factory=list)
     arenas: list[DeviceArena] = field(default_factory=list)
+    taken: list[DeviceArena] = field(default_factory=list)
 
 
 def spread(
@@ -168,10 +171,9 @@ def spread(
     earlier: Sequence[DeviceArena],
 ) -> Spread:
     """Where each tensor goes. given: memory of the caller's by name; earlier: memory that is used
-    again, of devices in the placement.
+    again, as far as it is of devices in the placement.
 
-    ValueError or TypeError for memory that doesn't fit, DeviceMemoryError, with
-    what is needed and what is free, where a device has too little.
+    ValueError or TypeError for memory that doesn't fit.
     """
     result = Spread()
     spots: dict[int, list[Spot]] = {}
@@ -183,8 +185,7 @@ def spread(
         first = len(result.arenas)
         # Devices refuse to allocate nothing: empty tensors get a byte.
         arenas = [DeviceArena(device, max(size, 1)) for size in sizes if placed]
-        _use_again(arenas, left)
-        _check_room(model, device, arenas)
+        result.taken += _use_again(arenas, left)
         result.arenas += arenas
         for info, buffer, position in placed:
             spots.setdefault(info.file, []).append(Spot(info, first + buffer, position))
@@ -192,6 +193,7 @@ def spread(
             if info.name in given:
                 spots.setdefault(info.file, []).append(Spot(info, len(result.arenas), 0))
                 result.arenas.append(_adopt(device, info, given[info.name]))
+    _refuse_overlaps(result.arenas)
     for number, found in sorted(spots.items()):
         source = source_for_copies(model.files[number].source)
         direct = source.decision.access == "direct"
@@ -200,7 +202,7 @@ def spread(
     return result
 
 
-def _use_again(arenas: Sequence[DeviceArena], left: list[DeviceArena]) -> None:
+def _use_again(arenas: Sequence[DeviceArena], left: list[DeviceArena]) -> Iterator[DeviceArena]:
     """Takes memory of an earlier load for these arenas, where there is any of the device."""
     for arena in arenas:
         mine = next((old for old in left if old.device is arena.device), None)
@@ -213,20 +215,44 @@ def _use_again(arenas: Sequence[DeviceArena], left: list[DeviceArena]) -> None:
                 f"memory there has {mine.nbytes}"
             )
         arena.nbytes, arena.buffer = mine.nbytes, mine.buffer
+        yield mine
 
 
-def _check_room(model: OpenModel, device: Device, arenas: Sequence[DeviceArena]) -> None:
-    needed = sum(arena.nbytes for arena in arenas if arena.buffer is None)
-    if not needed:
-        return
-    free = device.memory().free
-    if needed > free:
-        raise DeviceMemoryError(
-            f"{model.name}: {needed} bytes are needed on {device.name} and {free} are free; load "
-            "fewer tensors (names=), or put some elsewhere (device= takes a mapping)",
-            needed=needed,
-            available=free,
-        )
+def check_room(model: OpenModel, arenas: Sequence[DeviceArena]) -> int:
+    """Whether what has to be allocated has room: DeviceMemoryError, with what is needed and what is
+    free, where a device has too little. Returns the bytes that come out of the host's memory,
+    which devices may share."""
+    shared = 0
+    needs: dict[int, int] = {}
+    devices = {id(arena.device): arena.device for arena in arenas}
+    for arena in arenas:
+        if arena.buffer is None:
+            needs[id(arena.device)] = needs.get(id(arena.device), 0) + arena.nbytes
+    for key, needed in needs.items():
+        device = devices[key]
+        if device.shares_host:
+            needed = shared = shared + needed
+        free = device.memory().free
+        if needed > free:
+            raise DeviceMemoryError(
+                f"{model.name}: {needed} bytes are needed on {device.name} and {free} are free; "
+                "load fewer tensors (names=), or put some elsewhere (device= takes a mapping)",
+                needed=needed,
+                available=free,
+            )
+    return shared
+
+
+def _refuse_overlaps(arenas: Sequence[DeviceArena]) -> None:
+    """Memory of the caller's that two tensors would be written to."""
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for arena in arenas:
+        if arena.buffer is not None and arena.nbytes:
+            spans.setdefault(id(arena.device), []).append(arena.buffer.span)
+    for found in spans.values():
+        for (where, _, end), (other, begin, _) in pairwise(sorted(found)):
+            if where == other and begin < end:
+                raise ValueError("into: buffers of two tensors overlap on their device")
 
 
 def _adopt(device: Device, info: TensorInfo, owner: object) -> DeviceArena:
@@ -239,5 +265,11 @@ def _adopt(device: Device, info: TensorInfo, owner: object) -> DeviceArena:
     if buffer.nbytes != info.nbytes:
         raise ValueError(
             f"into: tensor {quoted(info.name)} has {info.nbytes} bytes, its buffer {buffer.nbytes}"
+        )
+    itemsize = array_layout(info.ggml_type, info.shape)[0].itemsize
+    if buffer.nbytes and buffer.span[1] % itemsize:
+        raise ValueError(
+            f"into: tensor {quoted(info.name)} has items of {itemsize} bytes, its buffer isn't "
+            "aligned to that"
         )
     return DeviceArena(device, buffer.nbytes, buffer)

@@ -323,18 +323,27 @@ def _still_possible(source: Source) -> Source:
 
 
 def map_apart(parts: Sequence[Part]) -> None:
-    """Gives mapped parts mappings of their own, of which not all has to be kept."""
+    """Gives mapped parts mappings of their own, one for each file, of which not all has to be
+    kept."""
+    mappings: dict[int, Memory] = {}
     for part in parts:
         if part.source.mapping is not None:
-            part.source = replace(part.source, mapping=map_file(part.source.file))
+            if part.number not in mappings:
+                mappings[part.number] = map_file(part.source.file)
+            part.source = replace(part.source, mapping=mappings[part.number])
 
 
-def fit_into_memory(model: OpenModel, parts: Sequence[Part], needed: int) -> int:
-    """The bytes of the arena; 0 after everything was mapped because it wouldn't fit.
+def fit_into_memory(
+    model: OpenModel, parts: Sequence[Part], needed: int, *, beside: int = 0
+) -> int:
+    """The bytes of the arena; 0 after everything was mapped because it wouldn't fit. beside: what
+    devices take of the host's memory.
 
     Where mmap isn't one of the requested modes that is a DeviceMemoryError.
     """
     available = available_memory() if needed else None
+    if available is not None:
+        available = max(available - beside, 0)
     if available is None or needed <= available:
         return needed
     why = f"{needed} bytes of memory are needed and {available} are available"

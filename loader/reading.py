@@ -12,7 +12,6 @@ import errno
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -20,7 +19,7 @@ from loader._ffi import Done, Memory, NativeError, Queue
 from loader.batch import Batch, Chunk, Step, Wanted
 from loader.device.base import Event
 from loader.device.staging import Ring, Segment
-from loader.errors import DeviceError, ReadError
+from loader.errors import ReadError
 from loader.gguf.checks import check_slices
 from loader.io.file import SLICE_BYTES, describe_errno, log_fallback
 from loader.io.mapping import prefetch_error
@@ -322,13 +321,20 @@ class Reading:
                     self._ready.append((batch, tensor))
 
     def _drain(self) -> None:
-        """Waits for the copies that are still under way, after a failure too."""
-        for leaving in self._leaving.values():
-            for event in leaving.events:
-                with suppress(DeviceError):  # one that failed is over, and an error is on its way
-                    while not event.done():
-                        time.sleep(_COPY_SECONDS)
+        """Waits for the copies that are still under way, after a failure and whatever else comes:
+        the memory that they read is about to go."""
+        interruption: BaseException | None = None
+        events = [event for leaving in self._leaving.values() for event in leaving.events]
+        while events:
+            try:
+                events = [event for event in events if not _is_over(event)]
+                if events:
+                    time.sleep(_COPY_SECONDS)
+            except BaseException as error:
+                interruption = error
         self._leaving.clear()
+        if interruption is not None:
+            raise interruption
 
     # --- What arrived ---
 
@@ -391,6 +397,14 @@ class Reading:
         tensor.outstanding -= 1
         if tensor.outstanding == 0:
             self._ready.append((check.batch, tensor))
+
+
+def _is_over(event: Event) -> bool:
+    """Whether a copy is over; one that failed is, and an error is on its way already."""
+    try:
+        return event.done()
+    except Exception:
+        return True
 
 
 def _most_at_once(part: Part) -> int:

@@ -47,6 +47,11 @@ class Tensor:
         """The tensor in host memory: itself, or a copy of one that is on a device."""
         return self
 
+    def is_in(self, held: Sequence[DeviceArena], taken: Sequence[DeviceArena]) -> bool:
+        """Whether it lies in memory of a device that is held and wasn't taken."""
+        del held, taken
+        return False
+
     def is_same(self, other: Tensor) -> bool:
         """Whether both are the same tensor in the same memory."""
         place = self._data.ctypes.data
@@ -122,6 +127,10 @@ class DeviceTensor(Tensor):
     def device(self) -> str:
         return self._device
 
+    def is_in(self, held: Sequence[DeviceArena], taken: Sequence[DeviceArena]) -> bool:
+        gone = {id(arena.buffer) for arena in taken}
+        return id(self._buffer) in {id(arena.buffer) for arena in held} - gone
+
     def is_same(self, other: Tensor) -> bool:
         return (
             isinstance(other, DeviceTensor)
@@ -142,6 +151,10 @@ class DeviceTensor(Tensor):
         raise DeviceError(
             f"tensor {quoted(self.info.name)} is on {self._device}; to_host() copies it to the host"
         )
+
+    def __array__(self, *_: object, **__: object) -> npt.NDArray[Any]:
+        """DeviceError, as `numpy`: else numpy would make an array of one object."""
+        return self.numpy()
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         return self.to_host().dequantize()
@@ -232,16 +245,17 @@ class Weights(Mapping[str, Tensor], Closing):
         self._open_tensors()
         return self._devices
 
-    def hand_over(self, later: Mapping[str, Tensor]) -> None:
+    def hand_over(self, later: Mapping[str, Tensor], taken: Sequence[DeviceArena]) -> None:
         """The memory belongs to later weights: of these only the tensors are left that are where
-        they were, and devices' memory isn't freed with them any more."""
+        they were, or whose memory wasn't taken. taken: of devices, isn't freed with these."""
         tensors = self._open_tensors()
         self._tensors = {
             name: tensor
             for name, tensor in tensors.items()
-            if name in later and tensor.is_same(later[name])
+            if (name in later and tensor.is_same(later[name])) or tensor.is_in(self._devices, taken)
         }
-        self._devices = ()
+        gone = {id(arena.buffer) for arena in taken}
+        self._devices = tuple(arena for arena in self._devices if id(arena.buffer) not in gone)
 
     def _open_tensors(self) -> dict[str, Tensor]:
         if self._tensors is None:

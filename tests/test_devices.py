@@ -6,6 +6,9 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -178,7 +181,7 @@ def test_the_arrays_of_devices(direct_folder: Path, device: str) -> None:
             with pytest.raises(DeviceError, match="to_host"):
                 tensor.numpy()
             with pytest.raises(DeviceError, match="to_host"):
-                np.asarray(tensor.numpy())
+                np.asarray(tensor)
             assert not hasattr(tensor, "__array_interface__")
 
 
@@ -573,6 +576,89 @@ def test_memory_on_another_device(
     assert cuda.alive() == {}
 
 
+def test_overlapping_memory_is_refused(
+    path: Path, device: str, cuda_driver: fake_cuda.FakeCuda, faults: Faults
+) -> None:
+    del cuda_driver
+    random_model(path, [300_000, 300_000])
+    chosen, (memory, other) = caller_memory(device, [300_000, 300_000])
+    with loader.open(path) as model:
+        faults.shorten("pread_direct", 1 << 40)  # counts
+        with pytest.raises(ValueError, match="overlap on their device"):
+            model.load(device=chosen, into={"t0": memory, "t1": memory})
+        assert faults.count("pread_direct") == 0
+        model.load(device=chosen, into={"t0": memory, "t1": other}).close()
+
+
+def test_odd_tensors_of_torch_are_refused(direct_folder: Path) -> None:
+    torch = pytest.importorskip("torch", reason="needs the extra torch")
+    path = build.model(direct_folder / "m.gguf", {"t": np.zeros(6, np.float32)})
+    for memory, what in (
+        (torch.zeros(25, dtype=torch.uint8)[1:], "isn't aligned"),
+        (torch.zeros(3, dtype=torch.complex64).conj(), "a view that is computed"),
+        (torch.zeros(6, 2)[:, 0], "isn't contiguous"),
+        (torch.zeros(6, device="meta"), "it is on meta, not on cpu"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            loader.load(path, device="torch:cpu", into={"t": memory})
+    loader.load(path, device="torch:cpu:0", into={"t": torch.zeros(6)}).close()
+
+
+def test_work_in_the_stream_of_an_array_comes_first(
+    path: Path, expected: dict[str, bytes], cuda: fake_cuda.FakeCuda
+) -> None:
+    """Version 3 of the interface: the consumer waits for the stream that it names."""
+    from cuda.bindings import driver
+
+    device, (memory,) = caller_memory("cuda:0", [len(expected["t0"])])
+    context = device._handles.context  # the primary one, as any library has it
+    driver.cuCtxPushCurrent(context)
+    _, stream = driver.cuStreamCreate(0)
+    cuda.speed(20 << 20)
+    driver.cuMemsetD32Async(memory._buffer.address, 0, len(expected["t0"]) // 4, stream)
+
+    class Array:
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return {**memory.__cuda_array_interface__, "stream": int(stream)}
+
+    with loader.open(path) as model:
+        weights = model.load(names=["t0"], device=device, into={"t0": Array()})
+    driver.cuStreamSynchronize(stream)
+    assert content({"t0": weights["t0"].to_host()})["t0"] == expected["t0"]
+    driver.cuStreamDestroy(stream)
+    driver.cuCtxPopCurrent()
+    weights.close()
+    del weights, memory, device
+
+
+def test_memory_that_is_not_there_is_not_used_again(
+    path: Path, expected: dict[str, bytes], cuda: fake_cuda.FakeCuda
+) -> None:
+    """An error rather than silence, and the earlier weights stay as they are."""
+    pytest.importorskip("torch", reason="needs the extra torch")
+    with loader.open(path) as model:
+        for before, after in (
+            ("cuda:0", "cpu"), ("cuda:0", "cuda:1"), ("torch:cpu", "cuda:0"), ("torch:cpu", "cpu"),
+        ):  # fmt: skip
+            first = model.load(device=before)
+            with pytest.raises(ValueError, match="no memory"):
+                model.load(device=after, into=first)
+            assert back(first) == expected
+            first.close()
+        both = model.load(device={"t0": "cuda:0", "t4": "cuda:1"})
+        kept, taken = both["t4"], both["t0"]
+        later = model.load(names=["t0"], device="cuda:0", into=both)
+        assert list(both) == ["t0", "t4"], "one is the same, the other wasn't taken"
+        both.close()
+        with pytest.raises(ValueError, match="closed"):
+            kept.to_host()
+        assert taken.to_host().numpy().tobytes() == expected["t0"]
+        later.close()
+        assert cuda.live("bytes") == 0
+        del both, later, kept, taken, first
+
+
 # --- Validation ---
 
 
@@ -687,6 +773,7 @@ class OwnDevice(Device):
 
     name = "own"
     largest_buffer: int | None = 1 << 20
+    shares_host = False
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
@@ -749,6 +836,141 @@ def test_a_device_of_ones_own_with_a_limit_for_buffers(direct_folder: Path) -> N
         loader.load(path, device=device)
 
 
+CTRL_C = """
+import ctypes, os, signal, sys, threading, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.fake_cuda import FakeCuda
+import loader
+fake = FakeCuda(Path({driver!r}))
+fake.speed(20 << 20)
+stop = threading.Event()
+def press():
+    while not stop.wait(0.05):
+        os.kill(os.getpid(), signal.SIGINT)
+caught = 0
+try:
+    threading.Timer(0.3, lambda: threading.Thread(target=press, daemon=True).start()).start()
+    loader.load({path!r}, device="cuda:0", chunk_bytes=1 << 20, memory_limit=16 << 20)
+except KeyboardInterrupt:
+    caught = 1
+finally:
+    while True:
+        try:
+            stop.set()
+            time.sleep(0.2)
+            break
+        except KeyboardInterrupt:
+            continue
+print(caught, fake.live("misuse"), fake.live("registrations"), fake.live("events"))
+"""
+
+
+def test_one_ctrl_c_after_the_other(
+    direct_folder: Path, cuda_driver: fake_cuda.FakeCuda, tmp_path: Path
+) -> None:
+    """What is being copied ends before its memory goes."""
+    del cuda_driver
+    path = direct_folder / "m.gguf"
+    random_model(path, [8 << 20] * 6)
+    driver = fake_cuda.build(tmp_path)
+    root = str(Path(build.__file__).parents[1])
+    code = CTRL_C.format(root=root, driver=str(driver), path=str(path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "1 0 0 0\n", done.stderr
+
+
+AT_THE_END = {
+    "weights": "weights = loader.load(path, device='cuda:0')",
+    "a stream": "s = loader.open(path).stream(device='cuda:0', chunk_bytes=65536); first = next(s)",
+    "a device": "device = open_device('cuda:1'); buffer = device.allocate(100)",
+}
+
+
+@pytest.mark.parametrize("what", AT_THE_END)
+def test_the_interpreter_ends_with_device_memory(
+    path: Path,
+    expected: dict[str, bytes],
+    cuda_driver: fake_cuda.FakeCuda,
+    tmp_path: Path,
+    what: str,
+) -> None:
+    assert expected
+    del cuda_driver
+    driver = fake_cuda.build(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\nfrom tests.fake_cuda import FakeCuda\n"
+        "import loader\nfrom loader.device.registry import open_device\n"
+        "fake, path = FakeCuda(Path(sys.argv[2])), sys.argv[3]\nfake.speed(10 << 20)\n"
+        + AT_THE_END[what]
+    )
+    root = Path(build.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", code, root, driver, path],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_arrays_of_opencl_keep_their_memory(path: Path, expected: dict[str, bytes]) -> None:
+    """pyopencl would crash on memory that was released under an array."""
+    pytest.importorskip("pyopencl", reason="needs the extra opencl")
+    try:
+        weights = loader.load(path, device="opencl:0")
+    except DeviceUnavailableError as error:
+        pytest.skip(str(error))
+    native = weights["t0"].native()
+    weights.close()
+    del weights
+    gc.collect()
+    assert native.get().tobytes() == expected["t0"]
+
+
+def test_the_device_that_can_pin_pins(
+    path: Path, expected: dict[str, bytes], cuda: fake_cuda.FakeCuda
+) -> None:
+    pytest.importorskip("torch", reason="needs the extra torch")
+    with loader.load(
+        path, device=lambda info: "torch:cpu" if info.name == "t0" else "cuda:0"
+    ) as weights:
+        assert weights.report.staging is not None
+        assert weights.report.staging.why_pageable is None
+        assert back(weights) == expected
+    del weights
+    assert cuda.live("misuse") == 0
+
+
+def test_devices_that_share_the_hosts_memory_share_it(
+    path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="needs the extra torch")
+    assert expected
+    where = {"t0": "torch:cpu"}
+    need = sum(len(data) for data in expected.values())
+    for available, fits in ((need + 100_000, True), (need - 1_000_000, False)):
+        for module in ("device.host", "device.torch", "planning"):
+            monkeypatch.setattr(f"loader.{module}.available_memory", lambda n=available: n)
+        with loader.open(path, access=("direct", "buffered")) as model:
+            if fits:
+                model.load(device=where).close()
+                continue
+            with pytest.raises(DeviceMemoryError, match=r"are available|are free"):
+                model.load(device=where)
+
+
+def test_other_errors_of_an_allocation_are_no_want_of_memory(
+    path: Path, expected: dict[str, bytes], cuda: fake_cuda.FakeCuda
+) -> None:
+    assert expected
+    cuda.fail("cuMemAlloc", 999, times=1)
+    with pytest.raises(DeviceError, match="cuMemAlloc failed") as caught:
+        loader.load(path, device="cuda:0")
+    assert not isinstance(caught.value, MemoryError)
+
+
 # --- mmap, mlock, no_alloc ---
 
 
@@ -767,6 +989,23 @@ def test_only_what_the_host_needs_stays_mapped(
     assert 70_001 + 511 <= mapped < 70_001 + 511 + 4 * 4096
     assert weights["t6"].numpy().tobytes() == expected["t6"]
     weights.close()
+    del weights
+    with loader.open(path, access="mmap") as model:
+        weights = model.load(device=device)
+        assert back(weights) == expected
+        assert resident(path) == 0, "nothing of it is on the host"
+        weights.close()
+
+
+def resident(path: Path) -> int:
+    """Bytes of a file that are in page tables of this process."""
+    total, here = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            here = str(path) in line
+        elif here and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 def test_locking_what_is_left_on_the_host(
@@ -787,6 +1026,9 @@ def test_no_alloc_tells_what_each_device_needs(
     assert report.device_bytes == {"cuda:0": len(expected["t0"]), "cuda:1": len(expected["t4"])}
     assert report.memory_bytes > 0
     assert report.staging is None
+    cuda.device(0, total=1 << 20)
+    with loader.open(path) as model:
+        assert model.load(device="cuda:0", no_alloc=True).report.device_bytes["cuda:0"] > 1 << 20
     assert cuda.calls("cuMemAlloc") == 0
 
 

@@ -50,6 +50,12 @@ class DeviceBuffer(Protocol):
     @property
     def closed(self) -> bool: ...
 
+    @property
+    def span(self) -> tuple[int, int, int]:
+        """Where it lies on the device: a memory object, and begin and end in it. Two buffers of
+        one device overlap when their spans do."""
+        ...
+
     def array(self, position: int, dtype: npt.DTypeLike, shape: tuple[int, ...], kind: int) -> Any:
         """The device's own array over a part of the buffer, without a copy. kind: the ggml type,
         for devices that know more types than numpy does."""
@@ -85,6 +91,7 @@ class Device(Protocol):
 
     name: str
     largest_buffer: int | None  # the most that one buffer can have, if not the whole memory
+    shares_host: bool  # whether its memory is the host's
 
     def memory(self) -> DeviceMemory:
         """What is free now, by the rule of `host.usable_memory`."""

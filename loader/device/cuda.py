@@ -99,6 +99,7 @@ class CudaBuffer:
         self.nbytes = nbytes
         self._address = address
         self._free = weakref.finalize(self, free, address)
+        self._free.atexit = False  # streams may still be open then; the driver frees it all
 
     @property
     def closed(self) -> bool:
@@ -108,6 +109,10 @@ class CudaBuffer:
     def address(self) -> int:
         refuse_closed(self, self._device.name)
         return self._address
+
+    @property
+    def span(self) -> tuple[int, int, int]:
+        return 0, self.address, self.address + self.nbytes
 
     def array(
         self, position: int, dtype: npt.DTypeLike, shape: tuple[int, ...], kind: int
@@ -243,12 +248,14 @@ class CudaDevice(Device):
         device = self._find(driver, number)
         self._handles = handles = _Handles(driver, device)
         self._close = weakref.finalize(self, handles.close)
+        self._close.atexit = False
+        self._out_of_memory = int(driver.constant("CUresult", "CUDA_ERROR_OUT_OF_MEMORY"))
         self._buffers: weakref.WeakSet[CudaBuffer] = weakref.WeakSet()
         try:
             with handles.current():
                 handles.stream = driver.cuStreamCreate(_NON_BLOCKING)
                 attribute = driver.constant("CUdevice_attribute", "CU_DEVICE_ATTRIBUTE_INTEGRATED")
-                self._is_integrated = bool(driver.cuDeviceGetAttribute(attribute, device))
+                self.shares_host = bool(driver.cuDeviceGetAttribute(attribute, device))
         except CudaError:
             self._close()
             raise
@@ -271,12 +278,14 @@ class CudaDevice(Device):
     def memory(self) -> DeviceMemory:
         with self._handles.current() as driver:
             free, total = driver.cuMemGetInfo()
-        return usable_memory(self.name, free, total, shares_host=self._is_integrated)
+        return usable_memory(self.name, free, total, shares_host=self.shares_host)
 
     def allocate(self, nbytes: int) -> CudaBuffer:
         try:
             address = self._handles.allocate(nbytes)
         except CudaError as error:
+            if error.code != self._out_of_memory:
+                raise
             free = self.memory().free
             raise DeviceMemoryError(
                 f"{self.name}: {nbytes} bytes can't be allocated, {free} are free: {error}",
@@ -351,6 +360,10 @@ class CudaDevice(Device):
             raise ValueError("it isn't contiguous")
         if nbytes and (number := self._number_of(address)) != int(self._handles.device):
             raise ValueError(f"it is on cuda:{number}, not on {self.name}")
+        if (stream := interface.get("stream")) is not None:
+            # What its owner has begun with it there comes first (version 3 of the interface).
+            with self._handles.current() as driver:
+                driver.cuStreamSynchronize(stream)
         return CudaBuffer(self, address, nbytes, owner=owner)
 
     def _number_of(self, address: int) -> int:

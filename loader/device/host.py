@@ -95,6 +95,11 @@ class HostBuffer:
         assert self._data is not None  # noqa: S101 - that was just seen
         return self._data
 
+    @property
+    def span(self) -> tuple[int, int, int]:
+        address = self.data.ctypes.data
+        return 0, address, address + self.nbytes
+
     def array(self, position: int, dtype: npt.DTypeLike, shape: tuple[int, ...], kind: int) -> Any:
         del kind
         return np.ndarray(shape, dtype, buffer=self.data, offset=position)
@@ -111,6 +116,7 @@ class HostDevice(Device):
 
     name = "cpu"
     largest_buffer: int | None = None
+    shares_host = True
 
     def memory(self) -> DeviceMemory:
         total = total_memory()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,24 +30,35 @@ _FILL = "__kernel void fill(__global float *out, ulong first, float value) {"
 _FILL += " out[first + get_global_id(0)] = value; }"
 
 
+@contextmanager
+def _errors(cl: Any, what: str) -> Iterator[None]:
+    """pyopencl's errors as ours."""
+    try:
+        yield
+    except (cl.Error, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DeviceError(f"{what} failed: {reason}") from None
+
+
 class OpenCLBuffer:
     """An OpenCL memory object. memory: that of the host that it lies in, on a device that shares
-    it; owned: freed when it is closed."""
+    it.
+
+    It is freed when nobody holds it any more: arrays that were handed out keep it,
+    since pyopencl would crash on one that was released.
+    """
 
     def __init__(
-        self,
-        device: OpenCLDevice,
-        handle: Any,
-        nbytes: int,
-        memory: Memory | None = None,
-        *,
-        owned: bool = True,
+        self, device: OpenCLDevice, handle: Any, nbytes: int, memory: Memory | None = None
     ) -> None:
         self._device = device
         self._handle = handle
         self.memory = memory
-        self._owned = owned
         self.nbytes = nbytes
+
+    @property
+    def span(self) -> tuple[int, int, int]:
+        return int(self.handle.int_ptr), 0, self.nbytes
 
     @property
     def closed(self) -> bool:
@@ -58,7 +70,7 @@ class OpenCLBuffer:
         return self._handle
 
     def array(self, position: int, dtype: npt.DTypeLike, shape: tuple[int, ...], kind: int) -> Any:
-        """A pyopencl array. It is for use while the weights are open."""
+        """A pyopencl array."""
         del kind
         array = importlib.import_module("pyopencl.array")
         return array.Array(
@@ -71,10 +83,7 @@ class OpenCLBuffer:
         return found
 
     def close(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None and self._owned:
-            handle.release()
-        self.memory = None
+        self._handle = self.memory = None
 
 
 class _CopyEvent:
@@ -83,7 +92,8 @@ class _CopyEvent:
         self._event = event
 
     def done(self) -> bool:
-        status = self._event.command_execution_status
+        with _errors(self._cl, "a copy to an OpenCL device"):
+            status = self._event.command_execution_status
         if status < 0:
             raise DeviceError(f"a copy to an OpenCL device failed with status {status}")
         return bool(status == self._cl.command_execution_status.COMPLETE)
@@ -97,22 +107,24 @@ class OpenCLDevice(Device):
         self.name = f"opencl:{number}"
         self._cl = cl = _import_pyopencl()
         self._device = _find(cl, number) if queue is None else queue.device
-        self._context = cl.Context([self._device]) if queue is None else queue.context
-        self.queue = cl.CommandQueue(self._context) if queue is None else queue
-        self._fill = cl.Kernel(cl.Program(self._context, _FILL).build(), "fill")
-        self._shares_host = bool(self._device.host_unified_memory)
+        with _errors(cl, f"opening {self.name}"):
+            self._context = cl.Context([self._device]) if queue is None else queue.context
+            self.queue = cl.CommandQueue(self._context) if queue is None else queue
+            self._fill = cl.Kernel(cl.Program(self._context, _FILL).build(), "fill")
+            self.shares_host = bool(self._device.host_unified_memory)
+            self.largest_buffer: int | None = int(self._device.max_mem_alloc_size)
         self._min_batch = offload_min_batch()
-        self.largest_buffer: int | None = int(self._device.max_mem_alloc_size)
 
     def memory(self) -> DeviceMemory:
         """OpenCL tells only the total: what others use of a card isn't known."""
-        total = int(self._device.global_mem_size)
-        return usable_memory(self.name, total, total, shares_host=self._shares_host)
+        with _errors(self._cl, self.name):
+            total = int(self._device.global_mem_size)
+        return usable_memory(self.name, total, total, shares_host=self.shares_host)
 
     def allocate(self, nbytes: int) -> OpenCLBuffer:
         """On a device that shares the host's memory, in huge pages of ours."""
         flags = self._cl.mem_flags
-        memory = allocate_arena(nbytes) if self._shares_host else None
+        memory = allocate_arena(nbytes) if self.shares_host else None
         try:
             if memory is None:
                 handle = self._cl.Buffer(self._context, flags.READ_WRITE, nbytes)
@@ -150,9 +162,10 @@ class OpenCLDevice(Device):
             return PinnedMemory(memory, None, "the OpenCL driver maps it elsewhere")
 
         def unpin() -> None:
-            mapped.base.release(self.queue)
-            self.queue.finish()
-            handle.release()
+            with _errors(self._cl, f"unpinning memory for {self.name}"):
+                mapped.base.release(self.queue)
+                self.queue.finish()
+                handle.release()
 
         return PinnedMemory(memory, unpin)
 
@@ -166,10 +179,8 @@ class OpenCLDevice(Device):
         return _CopyEvent(self._cl, event)
 
     def copy(self, target: Any, source: Any, **options: Any) -> Any:
-        try:
+        with _errors(self._cl, f"a copy to or from {self.name}"):
             return self._cl.enqueue_copy(self.queue, target, source, **options)
-        except self._cl.Error as error:
-            raise DeviceError(f"{self.name}: a copy failed: {error}") from None
 
     def adopt(self, owner: object) -> OpenCLBuffer:
         array = importlib.import_module("pyopencl.array")
@@ -186,7 +197,7 @@ class OpenCLDevice(Device):
                 f"it is of another context than {self.name}; give a Device with the queue of that "
                 "context: loader.device.opencl.OpenCLDevice(queue=...)"
             )
-        return OpenCLBuffer(self, handle, nbytes, owned=False)
+        return OpenCLBuffer(self, handle, nbytes)
 
     def fill(
         self, buffer: DeviceBuffer, value: float, position: int = 0, count: int | None = None
@@ -195,8 +206,9 @@ class OpenCLDevice(Device):
         if count:
             handle = _opencl_buffer(buffer).handle
             arguments = (handle, np.uint64(position // 4), np.float32(value))
-            self._fill(self.queue, (count,), None, *arguments)
-            self.queue.finish()
+            with _errors(self._cl, f"filling memory of {self.name}"):
+                self._fill(self.queue, (count,), None, *arguments)
+                self.queue.finish()
 
     def offloads(self, op: str, shape: Sequence[int]) -> bool:
         return is_worth_offloading(self._min_batch, op, shape)

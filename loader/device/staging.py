@@ -221,13 +221,22 @@ class StagingBuffer:
         return copy
 
 
-class Ring(Closing):
-    """The staging buffers of a load. device: the one that pins them."""
+def _pinned(devices: Sequence[Device], nbytes: int) -> PinnedMemory:
+    """Memory that one of the devices has pinned, or pageable memory when none can."""
+    for device in devices:
+        found = device.allocate_pinned(nbytes)
+        if found.why_pageable is None:
+            break
+    return found
 
-    def __init__(self, device: Device, shape: RingShape) -> None:
+
+class Ring(Closing):
+    """The staging buffers of a load to these devices, pinned by the first one that can."""
+
+    def __init__(self, devices: Sequence[Device], shape: RingShape) -> None:
         self.buffers = shape.buffers
         self.buffer_bytes = shape.buffer_bytes
-        self._pinned: PinnedMemory = device.allocate_pinned(shape.buffers * shape.buffer_bytes)
+        self._pinned = _pinned(devices, shape.buffers * shape.buffer_bytes)
         memory, size = self._pinned.memory, shape.buffer_bytes
         whole = np.asarray(memory)
         self._free = [

@@ -49,6 +49,11 @@ class TorchBuffer:
         refuse_closed(self, "a torch device")
         return self._tensor
 
+    @property
+    def span(self) -> tuple[int, int, int]:
+        address = int(self.tensor.data_ptr())
+        return 0, address, address + self.nbytes
+
     def array(self, position: int, dtype: npt.DTypeLike, shape: tuple[int, ...], kind: int) -> Any:
         wanted = np.dtype(dtype)
         name = "bfloat16" if kind == GGMLQuantizationType.BF16 else wanted.name
@@ -93,6 +98,7 @@ class TorchDevice(Device):
         self._stream = (
             self._torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         )
+        self.shares_host = self._device.type == "cpu"
         self._min_batch = offload_min_batch()
 
     def _find(self, name: str) -> Any:
@@ -123,7 +129,9 @@ class TorchDevice(Device):
             arena = allocate_arena(nbytes)
             return TorchBuffer(torch, torch.from_numpy(np.asarray(arena)[:nbytes]), arena)
         try:
-            return TorchBuffer(torch, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._follow_torch()
+            return TorchBuffer(torch, tensor)
         except (RuntimeError, MemoryError) as error:
             memory = self.memory()
             raise DeviceMemoryError(
@@ -132,6 +140,11 @@ class TorchDevice(Device):
                 needed=nbytes,
                 available=memory.free,
             ) from None
+
+    def _follow_torch(self) -> None:
+        """Copies wait for what torch has begun with memory that it gives out, or gives again."""
+        if self._stream is not None:
+            self._stream.wait_stream(self._torch.cuda.current_stream(self._device))
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         """Registered with CUDA rather than allocated by it: direct reads need our alignment."""
@@ -163,10 +176,12 @@ class TorchDevice(Device):
         torch = self._torch
         if not isinstance(owner, torch.Tensor):
             raise TypeError(f"{type(owner).__name__} is no torch tensor")
-        if owner.device != self._device:
+        here = (self._device.type, self._device.index or 0)
+        if (owner.device.type, owner.device.index or 0) != here:
             raise ValueError(f"it is on {owner.device}, not on {self._device}")
-        if not owner.is_contiguous():
-            raise ValueError("it isn't contiguous")
+        if not owner.is_contiguous() or owner.is_conj() or owner.is_neg():
+            raise ValueError("it isn't contiguous, or a view that is computed when it is read")
+        self._follow_torch()
         return TorchBuffer(torch, owner.detach().reshape(-1).view(torch.uint8))
 
     def fill(
