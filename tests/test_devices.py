@@ -617,10 +617,12 @@ def test_work_in_the_stream_of_an_array_comes_first(
     cuda.speed(20 << 20)
     driver.cuMemsetD32Async(memory._buffer.address, 0, len(expected["t0"]) // 4, stream)
 
+    interface = {**memory.__cuda_array_interface__, "stream": int(stream)}
+
     class Array:
         @property
         def __cuda_array_interface__(self) -> dict[str, Any]:
-            return {**memory.__cuda_array_interface__, "stream": int(stream)}
+            return interface
 
     with loader.open(path) as model:
         weights = model.load(names=["t0"], device=device, into={"t0": Array()})
