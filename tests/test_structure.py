@@ -34,6 +34,8 @@ LAYERS = [
     ["__init__", "__main__"],
 ]
 PURE = ["io/ranges.py", "io/access.py"]
+# The planner and its result: beside arithmetic they know what memory is, and log.
+PLANNER = ["fit/planner.py", "fit/result.py"]
 
 
 def layer(module: str) -> int:
@@ -75,6 +77,13 @@ def test_pure_modules_know_no_files_and_no_native_code() -> None:
     for name in PURE:
         allowed = {"__future__", "bisect", "collections.abc", "dataclasses", "operator"}
         assert imports(ROOT / name) <= allowed | {"loader.options"}, name
+
+
+def test_the_planner_knows_no_files_and_no_devices() -> None:
+    for name in PLANNER:
+        allowed = {"__future__", "collections.abc", "dataclasses", "enum", "logging", "typing"}
+        allowed |= {"loader.fit.result", "loader.device.base"}
+        assert imports(ROOT / name) <= allowed, name
 
 
 def test_importing_the_library_imports_no_terminal_and_no_device_packages() -> None:

@@ -1,0 +1,6 @@
+"""Fits a model to the memory of devices."""
+
+from loader.fit.planner import plan
+from loader.fit.result import FitParams, FitResult
+
+__all__ = ["FitParams", "FitResult", "plan"]
