@@ -21,8 +21,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import loader
-from loader.device.base import Device, DeviceBuffer, DeviceMemory, PinnedMemory
+from loader.device.base import Device, DeviceBuffer, PinnedMemory
 from loader.device.host import HostBuffer, HostDevice, usable_memory
+from loader.device.memory import DeviceMemory
 from loader.device.registry import canonical_name, open_device
 from loader.device.staging import Spot, cut, lay_out_buffers, ring_shape
 from loader.errors import (

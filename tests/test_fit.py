@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from loader.device.base import DeviceMemory
+from loader.device.memory import DeviceMemory
 from loader.fit import FitParams, FitResult, plan
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "fit_vectors.json").read_text())

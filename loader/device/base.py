@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,19 +16,11 @@ import numpy.typing as npt
 
 from loader._closing import Closing
 from loader._ffi import Memory
+from loader.device.memory import DeviceMemory
 from loader.options import SettingError
 
 _MIN_BATCH_VARIABLE = "GGML_OP_OFFLOAD_MIN_BATCH"
 _DEFAULT_MIN_BATCH = 32
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The memory of a device in bytes: what is free of the total."""
-
-    name: str
-    free: int
-    total: int
 
 
 class Event(Protocol):

@@ -21,7 +21,6 @@ from loader._ffi import Memory
 from loader.device.base import (
     Device,
     DeviceBuffer,
-    DeviceMemory,
     PinnedMemory,
     fill_range,
     is_worth_offloading,
@@ -29,6 +28,7 @@ from loader.device.base import (
     refuse_closed,
 )
 from loader.device.host import usable_memory
+from loader.device.memory import DeviceMemory
 from loader.errors import DeviceError, DeviceMemoryError, DeviceUnavailableError
 from loader.io.arena import allocate_arena
 

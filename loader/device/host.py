@@ -15,13 +15,13 @@ from loader._ffi import Memory, WritableBuffer
 from loader.device.base import (
     Device,
     DeviceBuffer,
-    DeviceMemory,
     Event,
     Over,
     PinnedMemory,
     fill_range,
     refuse_closed,
 )
+from loader.device.memory import DeviceMemory
 from loader.io.arena import allocate_arena
 
 logger = logging.getLogger("loader")

@@ -14,7 +14,6 @@ from loader._ffi import Memory
 from loader.device.base import (
     Device,
     DeviceBuffer,
-    DeviceMemory,
     Event,
     Over,
     PinnedMemory,
@@ -24,6 +23,7 @@ from loader.device.base import (
     refuse_closed,
 )
 from loader.device.host import available_memory, total_memory, usable_memory
+from loader.device.memory import DeviceMemory
 from loader.errors import DeviceError, DeviceMemoryError, DeviceUnavailableError
 from loader.io.arena import allocate_arena
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
-from loader.device.base import DeviceMemory
+from loader.device.memory import DeviceMemory
 from loader.fit.result import HOST_NAME, FitParams, FitResult, Override
 
 logger = logging.getLogger("loader")
