@@ -7,14 +7,17 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loader import _ffi
-from loader.errors import ReadError
+from loader.device.registry import open_device
+from loader.errors import DeviceUnavailableError, ReadError
 from loader.io.queue import open_queue
 from loader.options import Access, Method
 from loader.tensor import Tensor
+from tests import fake_cuda
 
 METHODS: list[Method] = ["sync", "threads", "io_uring"]
 ACCESS: list[Access] = ["direct", "mmap", "buffered"]
@@ -139,3 +142,56 @@ def direct_folder(tmp_path: Path) -> Path:
     if not direct_io_works(tmp_path):
         pytest.skip(f"no direct I/O in {tmp_path}; set TMPDIR to a disk that has it")
     return tmp_path
+
+
+# --- Devices ---
+
+
+@pytest.fixture(scope="session")
+def cuda_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_cuda.FakeCuda]:
+    pytest.importorskip("cuda.bindings.driver", reason="needs the extra cuda")
+    try:
+        driver = fake_cuda.FakeCuda(fake_cuda.build(tmp_path_factory.mktemp("cuda")))
+    except fake_cuda.NoCompilerError as error:
+        pytest.skip(str(error))
+    driver.reset()
+    yield driver
+    driver.device_count(0)
+
+
+@pytest.fixture
+def cuda(cuda_driver: fake_cuda.FakeCuda) -> Iterator[fake_cuda.FakeCuda]:
+    """The driver, with nothing alive before and after."""
+    gc.collect()
+    cuda_driver.reset()
+    yield cuda_driver
+    gc.collect()
+    assert cuda_driver.alive() == {}
+    assert cuda_driver.live("misuse") == 0, cuda_driver.misuse()
+    cuda_driver.reset()
+
+
+@pytest.fixture(params=["torch:cpu", "opencl:0", "cuda:0"])
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name.startswith("cuda"):
+        request.getfixturevalue("cuda")
+    elif name.startswith("torch"):
+        pytest.importorskip("torch", reason="needs the extra torch")
+    else:
+        pytest.importorskip("pyopencl", reason="needs the extra opencl")
+        try:
+            open_device(name).close()
+        except DeviceUnavailableError as error:
+            pytest.skip(str(error))
+    return name
+
+
+def back(tensors: Any) -> dict[str, bytes]:
+    """The bytes of tensors by name, wherever they are."""
+    return content({name: tensor.to_host() for name, tensor in tensors.items()})
+
+
+def total(expected: Mapping[str, bytes]) -> int:
+    """Bytes of all tensors."""
+    return sum(len(data) for data in expected.values())

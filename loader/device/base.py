@@ -139,6 +139,16 @@ def offload_min_batch() -> int:
     return int(text)
 
 
+class Offloading:
+    """The part of a device that says whether a batch is worth it."""
+
+    def __init__(self) -> None:
+        self._min_batch = offload_min_batch()
+
+    def offloads(self, op: str, shape: Sequence[int]) -> bool:
+        return is_worth_offloading(self._min_batch, op, shape)
+
+
 def is_worth_offloading(min_batch: int, op: str, shape: Sequence[int]) -> bool:
     """Whether the batch of an operation's result reaches `min_batch`.
 

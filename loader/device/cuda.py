@@ -21,10 +21,9 @@ from loader._ffi import Memory
 from loader.device.base import (
     Device,
     DeviceBuffer,
+    Offloading,
     PinnedMemory,
     fill_range,
-    is_worth_offloading,
-    offload_min_batch,
     refuse_closed,
 )
 from loader.device.host import usable_memory
@@ -210,10 +209,20 @@ class _Handles:
             self._buffers += 1
         return address
 
+    def give(self, call: str, handle: Any) -> None:
+        """Gives something back to the driver; tried again once, since nobody else will."""
+        for is_last in (False, True):
+            try:
+                with self.current() as driver:
+                    getattr(driver, call)(handle)
+                return
+            except CudaError:
+                if is_last:
+                    raise
+
     def free(self, address: int) -> None:
         try:
-            with self.current() as driver:
-                driver.cuMemFree(address)
+            self.give("cuMemFree", address)
         finally:
             with self._lock:
                 self._buffers -= 1
@@ -229,21 +238,20 @@ class _Handles:
             return
         try:
             if self.stream is not None:
-                with self.current() as driver:
-                    driver.cuStreamDestroy(self.stream)
+                self.give("cuStreamDestroy", self.stream)
         finally:
             self.context = self.stream = None
             self.driver.cuDevicePrimaryCtxRelease(self.device)
 
 
-class CudaDevice(Device):
+class CudaDevice(Offloading, Device):
     """The CUDA device of that number."""
 
     largest_buffer: int | None = None
 
     def __init__(self, number: int = 0) -> None:
+        super().__init__()
         self.name = f"cuda:{number}"
-        self._min_batch = offload_min_batch()
         driver = _Driver()
         device = self._find(driver, number)
         self._handles = handles = _Handles(driver, device)
@@ -306,8 +314,7 @@ class CudaDevice(Device):
             return PinnedMemory(memory, None, str(error))
 
         def unpin() -> None:
-            with self._handles.current() as driver:
-                driver.cuMemHostUnregister(memory.address)
+            self._handles.give("cuMemHostUnregister", memory.address)
 
         return PinnedMemory(memory, unpin)
 
@@ -339,8 +346,7 @@ class CudaDevice(Device):
         return True
 
     def destroy_event(self, event: Any) -> None:
-        with self._handles.current() as driver:
-            driver.cuEventDestroy(event)
+        self._handles.give("cuEventDestroy", event)
 
     def read(self, target: npt.NDArray[np.uint8], address: int) -> None:
         """Copies from the device."""
@@ -383,9 +389,6 @@ class CudaDevice(Device):
                 target = _cuda_buffer(buffer).address + position
                 driver.cuMemsetD32Async(target, bits, count, self._handles.stream)
                 driver.cuStreamSynchronize(self._handles.stream)
-
-    def offloads(self, op: str, shape: Sequence[int]) -> bool:
-        return is_worth_offloading(self._min_batch, op, shape)
 
     def close(self) -> None:
         for buffer in list(self._buffers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,9 @@ from loader._ffi import Memory
 from loader.device.base import (
     Device,
     DeviceBuffer,
+    Offloading,
     PinnedMemory,
     fill_range,
-    is_worth_offloading,
-    offload_min_batch,
     refuse_closed,
 )
 from loader.device.host import usable_memory
@@ -99,11 +98,12 @@ class _CopyEvent:
         return bool(status == self._cl.command_execution_status.COMPLETE)
 
 
-class OpenCLDevice(Device):
+class OpenCLDevice(Offloading, Device):
     """The device of that number, counted over all platforms. queue: a pyopencl.CommandQueue to
     be used, so that its context has the buffers; without it, one is made."""
 
     def __init__(self, number: int = 0, queue: Any = None) -> None:
+        super().__init__()
         self.name = f"opencl:{number}"
         self._cl = cl = _import_pyopencl()
         self._device = _find(cl, number) if queue is None else queue.device
@@ -113,7 +113,6 @@ class OpenCLDevice(Device):
             self._fill = cl.Kernel(cl.Program(self._context, _FILL).build(), "fill")
             self.shares_host = bool(self._device.host_unified_memory)
             self.largest_buffer: int | None = int(self._device.max_mem_alloc_size)
-        self._min_batch = offload_min_batch()
 
     def memory(self) -> DeviceMemory:
         """OpenCL tells only the total: what others use of a card isn't known."""
@@ -209,9 +208,6 @@ class OpenCLDevice(Device):
             with _errors(self._cl, f"filling memory of {self.name}"):
                 self._fill(self.queue, (count,), None, *arguments)
                 self.queue.finish()
-
-    def offloads(self, op: str, shape: Sequence[int]) -> bool:
-        return is_worth_offloading(self._min_batch, op, shape)
 
     def close(self) -> None:
         """The context goes with the last buffer in it."""

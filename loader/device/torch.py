@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from loader.device.base import (
     Device,
     DeviceBuffer,
     Event,
+    Offloading,
     Over,
     PinnedMemory,
     fill_range,
-    is_worth_offloading,
-    offload_min_batch,
     refuse_closed,
 )
 from loader.device.host import available_memory, total_memory, usable_memory
@@ -86,12 +84,13 @@ class _CudaEvent:
             raise DeviceError(f"a copy to a torch device failed: {error}") from None
 
 
-class TorchDevice(Device):
+class TorchDevice(Offloading, Device):
     """A device as torch names it: "cpu", "cuda:0", "mps", "meta", ..."""
 
     largest_buffer: int | None = None
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = f"torch:{name}"
         self._torch = _import_torch()
         self._device = self._find(name)
@@ -99,7 +98,6 @@ class TorchDevice(Device):
             self._torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         )
         self.shares_host = self._device.type == "cpu"
-        self._min_batch = offload_min_batch()
 
     def _find(self, name: str) -> Any:
         """The device, proved by an allocation."""
@@ -190,9 +188,6 @@ class TorchDevice(Device):
         position, count = fill_range(buffer, position, count)
         part = _torch_buffer(buffer).tensor[position : position + 4 * count]
         part.view(self._torch.float32).fill_(value)
-
-    def offloads(self, op: str, shape: Sequence[int]) -> bool:
-        return is_worth_offloading(self._min_batch, op, shape)
 
     def close(self) -> None:
         """Torch owns its devices; there is nothing to let go of."""
