@@ -29,6 +29,7 @@ from loader.errors import (
     UnsupportedFormatError,
     VerifyError,
 )
+from loader.fit import fit_model
 from loader.gguf.metadata import Metadata, StringArray
 from loader.gguf.tensors import TensorInfo
 from loader.model import Model, load, open  # noqa: A004 - the contract: loader.open
@@ -67,6 +68,7 @@ __all__ = [
     "Weights",
     "__version__",
     "access_from_flags",
+    "fit_model",
     "load",
     "open",
 ]

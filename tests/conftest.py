@@ -148,15 +148,14 @@ def direct_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cuda_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_cuda.FakeCuda]:
+def cuda_driver(tmp_path_factory: pytest.TempPathFactory) -> fake_cuda.FakeCuda:
     pytest.importorskip("cuda.bindings.driver", reason="needs the extra cuda")
     try:
         driver = fake_cuda.FakeCuda(fake_cuda.build(tmp_path_factory.mktemp("cuda")))
     except fake_cuda.NoCompilerError as error:
         pytest.skip(str(error))
-    driver.reset()
-    yield driver
-    driver.device_count(0)
+    driver.device_count(0)  # but for the tests that ask for some
+    return driver
 
 
 @pytest.fixture
@@ -169,6 +168,7 @@ def cuda(cuda_driver: fake_cuda.FakeCuda) -> Iterator[fake_cuda.FakeCuda]:
     assert cuda_driver.alive() == {}
     assert cuda_driver.live("misuse") == 0, cuda_driver.misuse()
     cuda_driver.reset()
+    cuda_driver.device_count(0)
 
 
 @pytest.fixture(params=["torch:cpu", "opencl:0", "cuda:0"])

@@ -114,7 +114,7 @@ def test_rules_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unknown.total >= unknown.free
 
 
-def test_integrated_devices(cuda: fake_cuda.FakeCuda) -> None:
+def test_row_110_integrated_devices(cuda: fake_cuda.FakeCuda) -> None:
     cuda.device(0, total=1 << 20, integrated=True)
     device = open_device("cuda:0")
     assert device.memory().free > 1 << 20

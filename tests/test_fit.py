@@ -190,7 +190,7 @@ def test_no_device_is_over_its_target_and_the_end_is_near(machine: Scenario) -> 
 
 @settings(max_examples=300, deadline=None)
 @given(MACHINE, st.integers(0, GIB))
-def test_a_smaller_margin_is_never_worse(machine: Scenario, less: int) -> None:
+def test_row_119_a_smaller_margin_is_never_worse(machine: Scenario, less: int) -> None:
     """It never shortens the context, and on one device never places fewer layers."""
     large = complete(machine)
     assume(large["margin"] > 0)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from loader._version import __version__
-from loader.cli import bench, doctor, inspect, load, verify
+from loader.cli import bench, doctor, fit, inspect, load, verify
 from loader.cli.parser import Parser, UsageError
 from loader.cli.text import note
 from loader.errors import LoaderError
@@ -23,6 +23,7 @@ _COMMANDS = {
     "inspect": (inspect, "show what a model's header says"),
     "verify": (verify, "digests of a model's tensors, and comparison"),
     "bench": (bench, "how fast a model loads here, by access mode and method"),
+    "fit": (fit, "which layers fit on which device, and how long a context"),
     "doctor": (doctor, "what a file system and this machine can do"),
 }
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
