@@ -159,8 +159,10 @@ class Reading:
                 errno=error.errno,
             ) from None
         finally:
-            self._queue.close()
-            self._drain()
+            try:
+                self._queue.close()
+            finally:  # also after one more Ctrl-C
+                self._drain()
             self.figures.reading += perf_counter() - started
 
     # --- Submitting ---
@@ -324,15 +326,15 @@ class Reading:
         """Waits for the copies that are still under way, after a failure and whatever else comes:
         the memory that they read is about to go."""
         interruption: BaseException | None = None
-        events = [event for leaving in self._leaving.values() for event in leaving.events]
-        while events:
+        while self._leaving:
             try:
-                events = [event for event in events if not _is_over(event)]
-                if events:
+                for chunk, leaving in list(self._leaving.items()):
+                    if all(map(_is_over, leaving.events)):
+                        del self._leaving[chunk]
+                if self._leaving:
                     time.sleep(_COPY_SECONDS)
             except BaseException as error:
                 interruption = error
-        self._leaving.clear()
         if interruption is not None:
             raise interruption
 

@@ -217,12 +217,17 @@ class OwnDevice(Device):
 
         thread = threading.Thread(target=copy)
         thread.start()
+        self.threads.append(thread)
 
         class Copying:
             def done(self) -> bool:
                 return not thread.is_alive()
 
         return Copying()
+
+    def synchronize(self) -> None:
+        for thread in self.threads:
+            thread.join()
 
     def adopt(self, owner: object) -> DeviceBuffer:
         raise TypeError(f"{owner!r} can't be adopted")

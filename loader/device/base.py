@@ -102,6 +102,10 @@ class Device(Protocol):
         """Begins to copy host memory to a buffer. The source stays as it is until it is done."""
         ...
 
+    def synchronize(self) -> None:
+        """Waits for all copies that were begun."""
+        ...
+
     def adopt(self, owner: object) -> DeviceBuffer:
         """A buffer over memory of the caller's on this device, which isn't freed by it. ValueError
         for what is elsewhere or isn't contiguous, TypeError for what has no such memory."""

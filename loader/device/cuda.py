@@ -335,6 +335,10 @@ class CudaDevice(Offloading, Device):
                 raise
         return _CopyEvent(self, event, source)
 
+    def synchronize(self) -> None:
+        with self._handles.current() as driver:
+            driver.cuStreamSynchronize(self._handles.stream)
+
     def is_reached(self, event: Any) -> bool:
         with self._handles.current() as driver:
             try:

@@ -177,6 +177,10 @@ class OpenCLDevice(Offloading, Device):
         self.queue.flush()
         return _CopyEvent(self._cl, event)
 
+    def synchronize(self) -> None:
+        with _errors(self._cl, f"waiting for {self.name}"):
+            self.queue.finish()
+
     def copy(self, target: Any, source: Any, **options: Any) -> Any:
         with _errors(self._cl, f"a copy to or from {self.name}"):
             return self._cl.enqueue_copy(self.queue, target, source, **options)

@@ -13,6 +13,7 @@ block lies across a cut, the few bytes around it are read twice.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,8 @@ from loader.errors import DeviceMemoryError, quoted
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import BLOCK_SIZES, array_layout
 from loader.io.ranges import GAP_BYTES, align_down, align_up
+
+logger = logging.getLogger("loader")
 
 # Tensors are aligned on a device as in their file, but no further than this.
 _LARGEST_ALIGNMENT = 4096
@@ -234,6 +237,7 @@ class Ring(Closing):
     """The staging buffers of a load to these devices, pinned by the first one that can."""
 
     def __init__(self, devices: Sequence[Device], shape: RingShape) -> None:
+        self._devices = devices
         self.buffers = shape.buffers
         self.buffer_bytes = shape.buffer_bytes
         self._pinned = _pinned(devices, shape.buffers * shape.buffer_bytes)
@@ -262,6 +266,19 @@ class Ring(Closing):
         return not self._free
 
     def close(self) -> None:
-        """Unpins the memory. No copy from it may be under way."""
+        """Unpins the memory, when the copies from it are over: also one that was begun when an
+        interruption came, so that nobody knows of it, and whatever comes meanwhile."""
         self._free.clear()
+        interruption: BaseException | None = None
+        waiting = list(self._devices)
+        while waiting:
+            try:
+                waiting[-1].synchronize()
+                waiting.pop()
+            except Exception as error:
+                logger.warning("%s: %s", waiting.pop().name, error)
+            except BaseException as error:
+                interruption = error
         self._pinned.close()
+        if interruption is not None:
+            raise interruption

@@ -170,6 +170,10 @@ class TorchDevice(Offloading, Device):
             event.record(self._stream)
         return _CudaEvent(event, source)
 
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def adopt(self, owner: object) -> TorchBuffer:
         torch = self._torch
         if not isinstance(owner, torch.Tensor):
