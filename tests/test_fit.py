@@ -242,8 +242,26 @@ def test_margins_and_limits_that_make_no_sense() -> None:
     assert (found.status, found.reason) == ("error", "at most 1000 model layers are supported")
 
 
-def test_row_109_a_device_without_figures_uses_the_hosts() -> None:
-    found = fit(small(devices=[[0, 0]], host=[100 * MIB, 200 * MIB]))
+def test_a_device_that_gives_and_takes_its_last_layer_in_part() -> None:
+    """It stays the first one with such layers, as in the original."""
+    sizes = [96751834, 226856435, 502726846, 595373033]
+    found = fit(
+        small(
+            devices=[[size, size] for size in sizes], n_layer=7, layers=[0] * 7, n_expert=8,
+            layer_kinds=[[132120576, 22020096, 52428800, 23068672]], output=0, compute_base=0,
+            n_ctx=4096,
+        )
+    )  # fmt: skip
+    assert found.tensor_split == (0.0, 1.0, 3.0, 4.0)
+    assert (r"blk\.1\.ffn_(up|down|gate)_(ch|)exps", "CPU") in found.overrides
+
+
+def test_row_109_a_device_without_figures_uses_the_hosts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("WARNING", "loader"):
+        found = fit(small(devices=[[0, 0]], host=[100 * MIB, 200 * MIB]))
+    assert "GPU0 reports no memory" in caplog.text
     assert (found.status, found.n_gpu_layers) == ("success", 2)
 
 

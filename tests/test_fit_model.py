@@ -227,10 +227,14 @@ def test_caches_of_other_kinds(tmp_path: Path) -> None:
     # Windows by layer, as a key says.
     pattern = [True, True, True, False]
     keys = keys_of(
-        "unheard-of", **USUAL, attention__sliding_window=512,
+        "llama", **USUAL, attention__sliding_window=512,
         attention__sliding_window_pattern=pattern,
     )  # fmt: skip
     assert contexts(write_model(path, keys, 4), 8192) == (3 * 1024 + 8192) * 128 * 2 * 2
+    # No key for the window: llama4's is known. No cache at all: an encoder.
+    write_model(path, keys_of("llama4", **USUAL), 4)
+    assert contexts(path, 32768) == (3 * (8192 + 512) + 32768) * 128 * 2 * 2
+    assert contexts(write_model(path, keys_of("bert", **USUAL), 4), 512) == 0
     # A state instead of a cache.
     ssm = {"ssm__inner_size": 256, "ssm__state_size": 16, "ssm__conv_kernel": 4}
     keys = keys_of("mamba", **{**USUAL, "attention__head_count": 0}, **ssm)
@@ -261,6 +265,10 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     need = found.devices[0].need
     assert (need.model, need.context, need.compute) == (3 * 65536, 0, 0)
     assert "is unknown" in found.notes[0]
+    with loader.open(write_model(path, keys_of("foobar9", **USUAL), 4)) as model:
+        found = fit_model(model, [ONE], margins=0)
+    assert (found.devices[0].need.context, found.devices[0].need.compute) == (0, 0)
+    assert "'foobar9'" in found.notes[0]
 
 
 def test_row_124_split_sets_unknown_types_and_mapped_weights(tmp_path: Path) -> None:
@@ -382,6 +390,8 @@ def test_the_command_prints_a_line_for_llama_cpp(gemma: Path) -> None:
         (["-ngl", "all"], "'all'"),
         (["-ts", "1,a"], "'a'"), (["-ts", ",".join("1" * 17)], "17 values"), (["-ot", "x"], "'x'"),
         (["-ot", "(=CPU"], "'(=CPU'"), (["-ot", "a=CUDA7"], "'CUDA7'"), (["-ctk", "q9"], "'q9'"),
+        (["-ts", "1,1"], "[1.0, 1.0]"), (["-fitt", "1,2"], "2 margins for 1 devices"),
+        (["--devices", "A:1/1,A:1/1"], "A, A"), (["--devices", "CPU:1/1"], "CPU"),
         (["--devices", "A"], "'A'"), (["--devices", "A:1GiB"], "'A:1GiB'"),
         (["--devices", "A:2GiB/1GiB"], "'A:2GiB/1GiB'"), (["--devices", "A:1GB/2GiB"], "'1GB'"),
     ],
@@ -392,6 +402,43 @@ def test_lists_are_parsed_strictly(tmp_path: Path, words: list[str], shown: str)
     assert done.returncode == 2
     assert shown in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("embedding_length", float("inf")), ("embedding_length", float("nan")),
+        ("embedding_length", 4.5), ("attention.head_count_kv", [-50, 1, 1, 1]),
+        ("attention.head_count", "four"), ("expert_count", ["x"]), ("block_count", 1001),
+        ("attention.head_count", [2, 2]),
+    ],
+)  # fmt: skip
+def test_odd_numbers_are_errors_that_name_the_key(tmp_path: Path, name: str, value: Any) -> None:
+    usual = {key: number for key, number in USUAL.items() if key.replace("__", ".") != name}
+    if isinstance(value, list):
+        kind = build.STRING if isinstance(value[0], str) else build.I32
+        raw = key(f"llama.{name}", build.ARRAY, build.array(kind, value))
+    else:
+        kinds = {float: build.F32, str: build.STRING, int: build.U32}
+        raw = key(f"llama.{name}", kinds[type(value)], scalar(kinds[type(value)], value))
+    path = write_model(tmp_path / "m.gguf", [*keys_of("llama", **usual), raw], 4)
+    with loader.open(path) as model:
+        with pytest.raises(loader.FormatError) as caught:
+            fit_model(model, [ONE], margins=0)
+        assert caught.value.field == f"llama.{name}"
+    done = run(path, "--devices", "CUDA0:1GiB/1GiB")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+def test_no_length_of_a_context(tmp_path: Path) -> None:
+    """The least one is taken, and counted."""
+    usual = {name: number for name, number in USUAL.items() if name != "context_length"}
+    path = write_model(tmp_path / "m.gguf", keys_of("llama", **usual), 4)
+    with loader.open(path) as model:
+        found = fit_model(model, [ONE], margins=0)
+    assert found.n_ctx == 4096
+    assert found.devices[0].need.context == 4 * 4096 * 128 * 2 * 2
+    assert found.to_args().startswith("-c 4096 ")
 
 
 def test_shapes_are_read_strictly(tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ def execute(arguments: argparse.Namespace) -> None:
         note(text)
     if arguments.json:
         print_json({"model": arguments.model, **result.to_dict()})
+    if result.status == "error":
+        raise UsageError(result.reason)
     require(result)
     if arguments.json:
         return

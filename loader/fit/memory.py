@@ -23,7 +23,9 @@ _CACHE_PADDING = 256  # llama.cpp rounds contexts up to this
 _TENSOR_PADDING = 128  # of tensors in a buffer, CUDA's
 _LAYER = re.compile(r"blk\.([0-9]+)\.")
 # Tensors of the input layer, which llama.cpp keeps on the host.
-_INPUT = re.compile(r"(token_embd|token_types|position_embd|per_layer_token_embd)\b")
+_INPUT = re.compile(
+    r"(token_embd|token_embd_norm|token_types|position_embd|per_layer_token_embd)\."
+)
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 # Types of caches by llama.cpp's names: elements and bytes of a block.

@@ -79,7 +79,7 @@ class ModelFit(FitResult):
         layers = self.n_layer + 1 if self.n_gpu_layers < 0 else self.n_gpu_layers
         words = ["-c", str(self.n_ctx or self.n_ctx_train), "-ngl", str(layers)]
         if any(self.tensor_split):
-            words += ["-ts", ",".join(f"{part:g}" for part in self.tensor_split)]
+            words += ["-ts", ",".join(map(_shortest, self.tensor_split))]
         if self.overrides:
             rules = ",".join(f"{pattern}={device}" for pattern, device in self.overrides)
             words += ["-ot", f'"{rules}"']
@@ -149,6 +149,8 @@ def fit_model(
     if not model.tensors:
         raise FitError("there is nothing to fit: the file has no tensors, only a vocabulary or so")
     embedding = model.tensors.get("token_embd.weight")
+    if n_ctx == 0 and not model.metadata.get(_context_key(model)):
+        n_ctx = n_ctx_min  # the file doesn't say how long a context it was made for
     n_vocab = embedding.shape[0] if embedding is not None and embedding.shape else 0
     shape = read_shape(model.metadata, n_vocab)
     sizes = _unknown_sizes(model)
@@ -161,6 +163,13 @@ def fit_model(
         Cache(type_k, type_v, ubatch, flash_attention),
         sizes,
     )
+    names = [device.name for device in found]
+    if len(set(names)) != len(names) or "CPU" in names:
+        raise ValueError(f"the names of devices must differ, and from CPU: {', '.join(names)}")
+    if tensor_split is not None and len(tensor_split) != len(found):
+        raise ValueError(
+            f"{len(tensor_split)} proportions for {len(found)} devices: {tensor_split}"
+        )
     for _, device in overrides:
         if device != "CPU" and device not in figures.names:
             raise ValueError(f"there is no device {device!r} for an override")
@@ -204,6 +213,14 @@ def fit_model(
         homes=figures.homes(chosen),
         notes=tuple(_notes(shape.unknown, sizes)),
     )
+
+
+def _shortest(number: float) -> str:
+    return str(int(number)) if number == int(number) else repr(number)
+
+
+def _context_key(model: FitModel) -> str:
+    return f"{model.metadata.get('general.architecture', '')}.context_length"
 
 
 def _unknown_sizes(model: FitModel) -> dict[str, int]:

@@ -154,6 +154,10 @@ class _Planner:
         self._n_ctx_min = n_ctx_min
         if len(devices) > MOST_DEVICES:
             raise ValueError(f"at most {MOST_DEVICES} devices are supported, not {len(devices)}")
+        _check_split(params.tensor_split, len(devices))
+        for device in devices:
+            if device.free == device.total == 0:
+                logger.warning("%s reports no memory; the host's is taken for it", device.name)
         self._several = len(devices) > 1
         self._last = len(devices) - 1
         self._targets = [
@@ -444,8 +448,8 @@ class _Planner:
         if giver.n_layer <= (0 if device < self._last else 1) or giver.n_part == 0:
             return state, used
         shares = _with(state.shares, state.first, layers=-1, parts=-1)
-        first = state.first + (shares[state.first].n_part == 0)
         shares = _with(shares, device, layers=1, parts=1)
+        first = state.first + (shares[state.first].n_part == 0)  # the giver may be the taker
         overflow = self._names[device + 1] if device < self._last else HOST_NAME
 
         def attempt(part: _Part) -> tuple[_State, list[int]] | None:
@@ -477,6 +481,13 @@ def _with(shares: _Shares, device: int, *, layers: int = 0, parts: int = 0) -> _
     share = shares[device]
     share = replace(share, n_layer=share.n_layer + layers, n_part=share.n_part + parts)
     return _replaced(shares, device, share)
+
+
+def _check_split(split: Sequence[float] | None, count: int) -> None:
+    if split and count and len(split) != count:
+        raise ValueError(f"{len(split)} proportions for {count} devices: {list(split)}")
+    if any(not 0 <= part < float("inf") for part in split or ()):
+        raise ValueError(f"proportions must be numbers from 0 on: {list(split or ())}")
 
 
 def _checked_margins(margins: Sequence[int] | int, count: int) -> list[int]:

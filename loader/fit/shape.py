@@ -7,16 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gguf import MODEL_ARCH_NAMES
 
-from loader.errors import FitError, FormatError
+from loader.errors import FitError, FormatError, quoted
 from loader.gguf.metadata import Metadata
+
+_MOST_LAYERS = 1000
 
 # Every how many layers one looks at the whole context, the others at a window, for
 # architectures that don't say it in a key (llama.cpp's set_swa_pattern).
 _PATTERNS = {
-    "gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma-embedding": 6, "cohere2": 4, "gpt-oss": 2,
-    "olmo2": 4, "exaone4": 4, "smallthinker": 4, "afmoe": 4, "mimo2": 6,
+    "llama4": 4, "gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma-embedding": 6, "cohere2": 4,
+    "gpt-oss": 2,
+    "olmo2": 4, "exaone4": 4, "afmoe": 4, "mimo2": 6,
 }  # fmt: skip
+# Windows that aren't in the file, but in llama.cpp.
+_WINDOWS = {"llama4": 8192, "gemma2": 4096}
+# Those that keep nothing of earlier tokens.
+_NO_CACHE = {
+    "bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3",
+    "modern-bert", "gemma-embedding", "dream", "llada", "llada-moe", "rnd1",
+}  # fmt: skip
+# The first layers only have a cache.
+_CACHED_LAYERS = {"gemma3n": 20}
 # Architectures whose layers keep a state of fixed size instead of a cache, all of them or those
 # without KV heads.
 _RECURRENT = {
@@ -26,6 +39,9 @@ _RECURRENT = {
 }  # fmt: skip
 # Of these only the state of Mamba's kind is known here.
 _KNOWN_STATES = {"mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "nemotron_h"}
+# An encoder and a decoder, whose layers have other names.
+_OTHER_LAYERS = {"t5", "t5encoder"}
+_KNOWN = set(MODEL_ARCH_NAMES.values()) - _OTHER_LAYERS - (_RECURRENT - _KNOWN_STATES)
 
 
 @dataclass(frozen=True)
@@ -87,28 +103,40 @@ def read_shape(metadata: Metadata, n_vocab: int) -> Shape:
             "there is nothing to fit: the header has no layers "
             f"({architecture or 'general'}.block_count); is this only a vocabulary?"
         )
+    if n_layer > _MOST_LAYERS:
+        raise FormatError(
+            f"{architecture}.block_count is {n_layer}; at most {_MOST_LAYERS} are supported",
+            field=f"{architecture}.block_count",
+        )
     n_embd, n_head = keys.number("embedding_length"), keys.each("attention.head_count", n_layer)
     n_head_kv = keys.each("attention.head_count_kv", n_layer) or n_head
     unknown = "" if n_head and n_embd else f"{architecture}.attention.head_count"
     size = n_embd // max(n_head[0] if n_head else 1, 1)
-    window, pattern = keys.number("attention.sliding_window"), keys.windowed(n_layer)
-    if architecture in _RECURRENT - _KNOWN_STATES:
-        unknown = f"the state of {architecture}'s layers"
+    window, pattern = keys.window(), keys.windowed(n_layer)
+    if architecture not in _KNOWN:
+        unknown = f"the architecture {quoted(architecture)}"
+    cached = _CACHED_LAYERS.get(architecture, n_layer - keys.number("nextn_predict_layers"))
+    n_ff = keys.each("feed_forward_length", n_layer)
     layers = []
     for index in range(n_layer):
-        heads = n_head_kv[index] if n_head_kv else 0
+        heads = n_head_kv[index] if n_head_kv and index < cached else 0
+        if architecture in _NO_CACHE:
+            heads = 0
+        recurrent = architecture in _RECURRENT and not heads
+        if architecture == "nemotron_h" and n_ff and n_ff[index]:
+            recurrent = False  # a feed-forward layer
         windowed = bool(window) and pattern[index]
         layers.append(
             Layer(
                 heads * (keys.number("attention.key_length") or size),
                 heads * (keys.number("attention.value_length") or size),
                 windowed,
-                keys.state() if architecture in _RECURRENT and not heads else None,
+                keys.state() if recurrent else None,
             )
         )
     if architecture in ("mamba", "mamba2"):
         layers = [Layer(0, 0, False, keys.state())] * n_layer
-        unknown = ""
+        unknown = ""  # they have no heads
     elif architecture == "falcon-h1":  # both in each layer
         layers = [Layer(layer.keys, layer.values, False, keys.state()) for layer in layers]
     return Shape(
@@ -116,8 +144,7 @@ def read_shape(metadata: Metadata, n_vocab: int) -> Shape:
         n_ctx_train=keys.number("context_length"),
         n_embd=n_embd,
         n_head=max(n_head, default=0),
-        n_ff=max(keys.each("feed_forward_length", n_layer), default=0)
-        or keys.number("expert_feed_forward_length"),
+        n_ff=max(n_ff, default=0) or keys.number("expert_feed_forward_length"),
         n_vocab=n_vocab,
         n_expert=keys.number("expert_count"),
         n_expert_used=keys.number("expert_used_count"),
@@ -140,25 +167,42 @@ class _Keys:
     def number(self, name: str) -> int:
         """0 when it isn't there; of an array, the largest."""
         value = self.value(name)
-        if value is None or isinstance(value, (str, bool)):
+        if value is None:
             return 0
-        if isinstance(value, np.ndarray):
-            return int(value.max(initial=0))
-        return _plain(f"{self._architecture}.{name}", value)
+        key = f"{self._architecture}.{name}"
+        if isinstance(value, (int, float)):
+            return _plain(key, value)
+        return max(self._array(key, value), default=0)
 
     def each(self, name: str, n_layer: int) -> list[int]:
         """A number for each layer; empty when it isn't there."""
-        value = self.value(name)
-        if isinstance(value, np.ndarray) and len(value) >= n_layer:
-            return [int(item) for item in value[:n_layer]]
+        value, key = self.value(name), f"{self._architecture}.{name}"
+        if value is not None and not isinstance(value, (int, float)):
+            found = self._array(key, value)
+            if len(found) < n_layer:
+                raise FormatError(f"{key} has {len(found)} numbers for {n_layer} layers", field=key)
+            return found[:n_layer]
         number = self.number(name)
         return [number] * n_layer if number else []
+
+    def _array(self, key: str, value: Any) -> list[int]:
+        if not isinstance(value, np.ndarray):
+            raise FormatError(f"{key} should be a number, not {value!r:.50}", field=key)
+        return [_plain(key, item) for item in value.tolist()]
+
+    def window(self) -> int:
+        """Tokens that windowed layers look back on."""
+        if self.value("attention.sliding_window") is None:
+            return _WINDOWS.get(self._architecture, 0)
+        return self.number("attention.sliding_window")
 
     def windowed(self, n_layer: int) -> Sequence[bool]:
         """Whether each layer looks at a window only."""
         value = self.value("attention.sliding_window_pattern")
         if isinstance(value, np.ndarray) and len(value) >= n_layer:
             return [bool(item) for item in value[:n_layer]]
+        if self._architecture == "smallthinker":
+            return [index % 4 != 0 for index in range(n_layer)]
         step = self.number("attention.sliding_window_pattern") or _PATTERNS.get(
             self._architecture, 0
         )
@@ -173,7 +217,7 @@ class _Keys:
 
 
 def _plain(key: str, value: Any) -> int:
-    number = int(value)
-    if not 0 <= number < 1 << 31:
-        raise FormatError(f"{key} is {number}, which no model has", field=key)
-    return number
+    """A number from a file; FormatError for one that can't be."""
+    if isinstance(value, bool) or not 0 <= value < 1 << 31 or value != int(value):
+        raise FormatError(f"{key} is {value}, which no model has", field=key)
+    return int(value)
