@@ -15,7 +15,7 @@ import loader
 from loader.device.base import Device
 from loader.measure import evict
 
-_PIECE = 4 << 20
+_PIECE, _PIECES = 4 << 20, 16
 
 
 @dataclass
@@ -53,13 +53,19 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def copy_alone(device: Device, nbytes: int) -> Callable[[], None]:
-    """Copies so many bytes from pinned memory, in pieces of 4 MiB, and waits for them."""
-    buffer = device.allocate(_PIECE)
-    pinned = device.allocate_pinned(_PIECE)
-    source = np.asarray(pinned.memory)[:_PIECE]
+    """Copies so many bytes as a load does: from a ring of pinned pieces of 4 MiB to memory that is
+    as large as all of them, and waits for it."""
+    count = -(-nbytes // _PIECE)
+    buffer = device.allocate(count * _PIECE)
+    pinned = device.allocate_pinned(_PIECES * _PIECE)
+    ring = np.asarray(pinned.memory)
+    ring[:] = 1
 
     def copy() -> None:
-        events = [device.copy_async(buffer, 0, source) for _ in range(-(-nbytes // _PIECE))]
+        events = []
+        for number in range(count):
+            at = number % _PIECES * _PIECE
+            events.append(device.copy_async(buffer, number * _PIECE, ring[at : at + _PIECE]))
         while not all(event.done() for event in events):
             time.sleep(0.0005)
 
@@ -76,6 +82,7 @@ def measure(path: Path, device: Device, rounds: int, slow_down: Callable[[float]
         evict(str(path))
         slow_down(figures.nbytes / timed(lambda: model.load(into=host)))
         copy = copy_alone(device, figures.nbytes)
+        copy()  # the memory has its pages
         for _ in range(rounds):
             evict(str(path))
             figures.read.append(timed(lambda: model.load(into=host)))
