@@ -91,7 +91,7 @@ def plan(
     bytes (a device of 0 free and 0 total uses the host's); n_layer: without the
     output layer; n_expert: 0 for a dense model; margins: bytes that are to stay
     free, one for each device or one for all. Doesn't raise for a status; what
-    `figures` raises passes through.
+    `figures` raises passes through, but for a ValueError, which is an "error".
     """
     wanted = FitParams() if params is None else params
     try:
