@@ -11,6 +11,7 @@ from loader.device.staging import Segment, StagingBuffer, cut
 from loader.gguf.tensors import TensorInfo
 from loader.io.access import RESIDENT
 from loader.io.arena import allocate_arena
+from loader.io.mapping import copier
 from loader.io.ranges import align_up, chunks, place
 from loader.placement import DeviceArena
 from loader.planning import Part
@@ -145,7 +146,7 @@ class Batch:
             if not given.info.nbytes:
                 self.empty.append(tensor)
                 continue
-            copy = None if mapping is None else given.copier(mapping)
+            copy = None if mapping is None else copier(mapping, given.array(), given.extent.offset)
             for start, length in chunks(given.extent, step):
                 tensor.outstanding += 1
                 address = tensor.address + start - given.extent.offset

@@ -5,7 +5,7 @@ Whatever can be known to be wrong is refused here, before anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import pairwise
@@ -96,15 +96,6 @@ class Given:
         """The memory as bytes."""
         empty: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         return np.frombuffer(self.source, np.uint8) if self.info.nbytes else empty  # type: ignore[call-overload]  # it has a buffer
-
-    def copier(self, mapping: Memory) -> Callable[[int, int], None]:
-        """Copies bytes from a mapping, by their offset in the file and length."""
-        begin, whole, target = self.extent.offset, np.asarray(mapping), self.array()
-
-        def copy(offset: int, length: int) -> None:
-            target[offset - begin : offset - begin + length] = whole[offset : offset + length]
-
-        return copy
 
 
 @dataclass(eq=False)

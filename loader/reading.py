@@ -22,7 +22,7 @@ from loader.device.staging import Ring, Segment
 from loader.errors import ReadError
 from loader.gguf.checks import check_slices
 from loader.io.file import SLICE_BYTES, describe_errno, log_fallback
-from loader.io.mapping import prefetch_error
+from loader.io.mapping import copier, prefetch_error
 from loader.io.queue import MOST_CHECKING, MOST_POPULATING
 from loader.options import LARGEST_DEPTH, Method
 from loader.planning import Part
@@ -200,7 +200,7 @@ class Reading:
             return False
         chunk.staging, chunk.address = staging, staging.address
         if chunk.part.source.mapping is not None:
-            chunk.copy = staging.copier(chunk.part.source.mapping, chunk.offset)
+            chunk.copy = copier(chunk.part.source.mapping, staging.data, chunk.offset)
         return True
 
     def _read(self, batch: Batch, chunk: Chunk) -> None:

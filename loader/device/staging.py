@@ -14,14 +14,13 @@ block lies across a cut, the few bytes around it are read twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from loader._closing import Closing
-from loader._ffi import Memory
 from loader.device.base import Device, PinnedMemory
 from loader.errors import DeviceMemoryError, quoted
 from loader.gguf.tensors import TensorInfo
@@ -212,16 +211,6 @@ class StagingBuffer:
     def __init__(self, address: int, data: npt.NDArray[np.uint8]) -> None:
         self.address = address
         self.data = data
-
-    def copier(self, mapping: Memory, begin: int) -> Callable[[int, int], None]:
-        """Copies bytes of a mapped file, by offset and length, when the buffer holds the file from
-        `begin` on."""
-        whole, target = np.asarray(mapping), self.data
-
-        def copy(offset: int, length: int) -> None:
-            target[offset - begin : offset - begin + length] = whole[offset : offset + length]
-
-        return copy
 
 
 def _pinned(devices: Sequence[Device], nbytes: int) -> PinnedMemory:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from loader._ffi import Memory, NativeError
 from loader.errors import MappingError, ReadError, ShortReadError
@@ -28,6 +31,19 @@ def map_file(file: File) -> Memory:
             filename=file.path,
             access="mmap",
         ) from None
+
+
+def copier(
+    mapping: Memory, target: npt.NDArray[np.uint8], begin: int
+) -> Callable[[int, int], None]:
+    """Copies bytes of a mapped file, by their offset and length, to memory that holds the file from
+    `begin` on."""
+    whole = np.asarray(mapping)
+
+    def copy(offset: int, length: int) -> None:
+        target[offset - begin : offset - begin + length] = whole[offset : offset + length]
+
+    return copy
 
 
 def keep_only(mapping: Memory, extents: Sequence[Extent]) -> None:
