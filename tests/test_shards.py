@@ -93,8 +93,9 @@ def test_row_63_shards_joined_with_cat(tmp_path: Path) -> None:
         folder.mkdir()
         files = split_model(folder, random_tensors(), small_first_shard=first)
         joined = write(folder / "joined.gguf", b"".join(file.read_bytes() for file in files))
-        with pytest.raises(ShardError, match=r"joined as bytes.*gguf-split --merge"):
+        with pytest.raises(ShardError, match=r"joined as bytes.*gguf-split --merge") as caught:
             loader.open(joined)
+        assert caught.value.offset == files[0].stat().st_size
         shutil.copy(joined, files[0])
         with pytest.raises(ShardError, match=r"00001.*joined as bytes.*gguf-split --merge"):
             loader.open(files[1])

@@ -168,8 +168,8 @@ def read_split(path: str, metadata: Metadata) -> Split | None:
     return Split(which, count, number(_TENSORS, 0, (1 << 63) - 1))
 
 
-def _is_joined(shard: Shard, inherited: int | None = None) -> bool:
-    """Whether another GGUF file follows the data of this one: then shards were joined as bytes."""
+def _joined_at(shard: Shard, inherited: int | None = None) -> int | None:
+    """Where another GGUF file follows the data of this one, because shards were joined as bytes."""
     header = shard.header
     after_data = set()
     for alignment in {header.alignment or inherited, header.alignment or GGUF_DEFAULT_ALIGNMENT}:
@@ -181,8 +181,8 @@ def _is_joined(shard: Shard, inherited: int | None = None) -> bool:
         if after + len(magic) <= shard.file.size:
             shard.file.pread_into(magic, after)
             if magic == b"GGUF":
-                return True
-    return False
+                return after
+    return None
 
 
 # --- The others ------------------------------------------------------------------
@@ -196,12 +196,12 @@ def _siblings(given: Shard) -> list[str]:
     folder, name = os.path.split(path)
     match = _SHARD_NAME.fullmatch(name)
     if match is None:
-        if _is_joined(given):
+        if (joined := _joined_at(given)) is not None:
             raise ShardError(
                 f"{path}: this holds several shards, joined as bytes, of which only the first can "
                 f"be read; {_MERGE}",
                 path=path,
-                offset=given.file.size,
+                offset=joined,
                 field=_COUNT,
             )
         raise ShardError(
@@ -307,7 +307,7 @@ def _disagreements(shards: Sequence[Shard]) -> Iterator[str]:
                 f"{path} is shard {split.number + 1} of {split.count} ({_NUMBER}), as "
                 f"{places[split.number]} is"
             )
-        elif _is_joined(shard, inherited):
+        elif _joined_at(shard, inherited) is not None:
             yield f"{path} holds several shards, joined as bytes; {_MERGE}"
         else:
             places[split.number] = path
