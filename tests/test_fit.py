@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from loader.device.memory import DeviceMemory
 from loader.fit import FitParams, FitResult, plan
+from loader.fit.planner import DEFAULT_MARGIN
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "fit_vectors.json").read_text())
 STATUS = ("success", "failure", "error")
@@ -231,6 +233,7 @@ def test_margins_and_limits_that_make_no_sense() -> None:
         ({"devices": [*two, *two], "margins": [0, 0]}, "2 margins for 4 devices"),
         ({"margins": []}, "0 margins"),
         ({"margins": [-1]}, "negative"),
+        ({"devices": [], "margins": [0, 0]}, "2 margins for 0 devices"),
         ({"devices": [[GIB, GIB]] * 17}, "at most 16 devices"),
     ):
         found = fit(small(**changes))
@@ -291,6 +294,34 @@ def test_row_118_what_the_caller_has_set_stays() -> None:
     assert found.reason == "n_gpu_layers already set by user to 3, abort"
     assert params == FitParams(n_ctx=0, n_gpu_layers=3)
     assert found.n_gpu_layers == 3
+    # And how much is missing: what its layers, at the shortest context, need above the target.
+    (need,) = figures_of(small())(replace(params, n_ctx=found.n_ctx))
+    assert found.shortfall == sum(need) - (20 * MIB - DEFAULT_MARGIN) > GIB
+
+
+def test_what_the_log_says_in_mib(caplog: pytest.LogCaptureFixture) -> None:
+    """As the original does, of one device and of several."""
+    caplog.set_level("INFO", "loader")
+    one = small(devices=[[GIB, GIB]], margins=[16 * MIB])
+    assert fit(one).status == "success"
+    assert re.search(r"will leave \d+ >= 16 MiB of free device memory, no changes", caplog.text)
+    caplog.clear()
+    fit(small(devices=[[GIB, GIB]] * 2, margins=[16 * MIB]))
+    assert "projected memory use with initial parameters [MiB]:" in caplog.text
+    assert "targets for free memory can be met on all devices, no changes needed" in caplog.text
+    caplog.clear()
+    fit(small(devices=[[20 * MIB, GIB]], margins=np.int64(16 * MIB)))
+    assert re.search(
+        r"cannot meet free memory target of 16 MiB, need to reduce device memory by \d+ MiB",
+        caplog.text,
+    )
+    caplog.clear()
+    fit(small(devices=[[GIB, GIB]], margins=[0, 0]))
+    assert caplog.records[0].levelname == "ERROR"
+    assert caplog.records[0].getMessage() == (
+        "encountered an error while trying to fit params to free device memory: 2 margins for 1 "
+        "devices: one for each, or one for all"
+    )
 
 
 def test_figures_of_the_wrong_length_are_an_error() -> None:

@@ -186,7 +186,7 @@ def test_available_memory_in_a_control_group(tmp_path: Path) -> None:
     """The tightest group on the way up counts: max - current + reclaimable."""
     group = "sys/fs/cgroup/a"
     files = MEMINFO | {
-        "proc/self/cgroup": "0::/a/b\n",
+        "proc/self/cgroup": "odd\n0::/a/b\n",
         f"{group}/memory.max": "500000\n",
         f"{group}/memory.current": "400000\n",
         f"{group}/memory.stat": "anon 5\ninactive_file 50000\n",

@@ -78,7 +78,8 @@ def execute(arguments: argparse.Namespace) -> None:
     made_up = arguments.devices
     devices = None if made_up is None else _each("--devices", made_up, _device)
     with open_model(arguments.model, access=requested_access(None, os.environ)) as model:
-        logger.setLevel(logging.ERROR)  # what it warns of is the error below
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)  # what it warns of is the error below
         try:
             result = fit_model(
                 model,
@@ -97,7 +98,7 @@ def execute(arguments: argparse.Namespace) -> None:
         except ValueError as error:
             raise UsageError(str(error)) from None
         finally:
-            logger.setLevel(logging.NOTSET)
+            logger.setLevel(level)
     for text in result.notes:
         note(text)
     if arguments.json:

@@ -189,7 +189,7 @@ def _cgroup_rooms(root: Path) -> Iterator[int | None]:
     except OSError:
         return
     for line in lines:
-        _, controllers, name = line.split(":", 2)
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
         group = name.strip("/")
         if not controllers:
             names = ("memory.max", "memory.current", "inactive_file")

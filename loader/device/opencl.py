@@ -112,6 +112,7 @@ class OpenCLDevice(Offloading, Device):
             self.queue = cl.CommandQueue(self._context) if queue is None else queue
             self._fill = cl.Kernel(cl.Program(self._context, _FILL).build(), "fill")
             self.shares_host = bool(self._device.host_unified_memory)
+            self.is_gpu = bool(self._device.type & cl.device_type.GPU)
             self.largest_buffer: int | None = int(self._device.max_mem_alloc_size)
 
     def memory(self) -> DeviceMemory:

@@ -13,14 +13,14 @@ _FORMS = "cpu, cuda:N, opencl:N or torch:DEVICE (such as torch:cuda:0)"
 
 
 def canonical_name(name: str) -> str:
-    """The name of a device as it is used here: llama.cpp's "CUDA0" and "CPU" are cuda:0 and cpu,
-    a missing number is 0. ValueError for what is no name of a device."""
+    """The name of a device as it is used here: llama.cpp's "CUDA0", "GPUOpenCL" and "CPU" are
+    cuda:0, opencl:0 and cpu, a missing number is 0. ValueError for what is no name of a device."""
     if name.startswith("torch:") and len(name) > len("torch:"):
         return name
-    match = re.fullmatch(r"(cpu|cuda|opencl)(?::?([0-9]{1,4}))?", name.lower())
+    match = re.fullmatch(r"(cpu|cuda|(?:gpu)?opencl)(?::?([0-9]{1,4}))?", name.lower())
     if match is None or (match[1] == HOST and match[2] is not None):
         raise ValueError(f"unknown device {name!r}; a device is {_FORMS}")
-    return HOST if match[1] == HOST else f"{match[1]}:{int(match[2] or 0)}"
+    return HOST if match[1] == HOST else f"{match[1].removeprefix('gpu')}:{int(match[2] or 0)}"
 
 
 def open_device(name: str) -> Device:

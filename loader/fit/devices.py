@@ -21,17 +21,21 @@ def host_memory() -> DeviceMemory:
 
 
 def machine_devices() -> list[DeviceMemory]:
-    """Devices with memory of their own, under llama.cpp's names (CUDA0, ...).
+    """The graphics processors, under llama.cpp's names (CUDA0, ...).
 
     The same card is there once: CUDA's devices, or, where there are none, those of
-    OpenCL. What shares the host's memory isn't a device of its own.
+    OpenCL. One that shares the host's memory counts only where there is none with
+    memory of its own, as in llama.cpp, and then only the first: they have one memory.
     """
-    return list(_devices("cuda", "cuda.bindings", "CUDA")) or list(
-        _devices("opencl", "pyopencl", "GPUOpenCL")
+    found = list(_devices("cuda", "cuda.bindings", "CUDA{}")) or list(
+        _devices("opencl", "pyopencl", "GPUOpenCL{}")
     )
+    own = [memory for memory, shares_host in found if not shares_host]
+    return own or [memory for memory, _ in found[:1]]
 
 
-def _devices(kind: str, package: str, name: str) -> Iterator[DeviceMemory]:
+def _devices(kind: str, package: str, name: str) -> Iterator[tuple[DeviceMemory, bool]]:
+    """Memory, and whether it is the host's."""
     if not _is_installed(package):
         return
     for number in range(MOST_DEVICES):
@@ -39,9 +43,9 @@ def _devices(kind: str, package: str, name: str) -> Iterator[DeviceMemory]:
             device: Device = open_device(f"{kind}:{number}")
         except DeviceError:  # there are no more
             return
-        if not device.shares_host:
+        if getattr(device, "is_gpu", True):  # OpenCL has processors among its devices
             memory = device.memory()
-            yield DeviceMemory(f"{name}{number}", memory.free, memory.total)
+            yield DeviceMemory(name.format(number), memory.free, memory.total), device.shares_host
         device.close()
 
 

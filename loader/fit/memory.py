@@ -1,8 +1,6 @@
 """How much memory a placement of a model needs, from its header alone.
 
-Weights and caches are exact. The compute buffer, whose size llama.cpp finds by
-laying out its graph, is estimated from above; the terms are those tensors of a
-graph that can be alive at once (see `_compute`).
+Weights and caches are exact, compute buffers are estimated (see `compute`).
 """
 
 from __future__ import annotations
@@ -13,15 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from loader.fit.compute import CACHE_PADDING, Batch, device_compute, host_compute, window_cells
 from loader.fit.result import HOST_NAME, FitParams
 from loader.fit.shape import Layer, Shape
 from loader.gguf.tensors import TensorInfo
 from loader.io.ranges import align_up
 
 DEFAULT_UBATCH = 512
-_CACHE_PADDING = 256  # llama.cpp rounds contexts up to this
 _TENSOR_PADDING = 128  # of tensors in a buffer, CUDA's
-_LAYER = re.compile(r"blk\.([0-9]+)\.")
+_LAYER = re.compile(r"(?:enc\.|dec\.)?blk\.([0-9]+)\.")
 # Tensors of the input layer, which llama.cpp keeps on the host.
 _INPUT = re.compile(
     r"(token_embd|token_embd_norm|token_types|position_embd|per_layer_token_embd)\."
@@ -86,8 +84,10 @@ class ModelFigures:
             nbytes = align_up(self._size(info), _TENSOR_PADDING)
             match = _LAYER.match(info.name)
             if match is not None:
-                # Layers past the last one are for other purposes than the model's own text.
-                self._layers[min(int(match[1]), n_layer)].append((info.name, nbytes))
+                layer = int(match[1])
+                if not n_layer - self.shape.n_unused <= layer < n_layer:
+                    # Layers past the last one are for other purposes than the model's own text.
+                    self._layers[min(layer, n_layer)].append((info.name, nbytes))
             elif _INPUT.match(info.name):
                 self._input += nbytes
                 if info.name == _EMBEDDING and not has_output:
@@ -105,7 +105,7 @@ class ModelFigures:
 
     def needs(self, params: FitParams) -> list[Need]:
         """What each device needs, and the host."""
-        n_ctx = align_up(params.n_ctx or self.shape.n_ctx_train, _CACHE_PADDING)
+        n_ctx = align_up(params.n_ctx or self.shape.n_ctx_train, CACHE_PADDING)
         rules = [(re.compile(pattern), device) for pattern, device in params.overrides]
         count = len(self.names)
         model, context = [0] * (count + 1), [0] * (count + 1)
@@ -120,11 +120,14 @@ class ModelFigures:
             for name, nbytes in tensors:
                 where = next((device for rule, device in rules if rule.search(name)), None)
                 place = home if where is None else self._place(where)
+                if place == count and _INPUT.match(name):
+                    continue  # tied, and the host has it already
                 model[place] += nbytes
                 if place < count:
                     active[place] = True
-        compute = self._compute(n_ctx)
-        host = self._host_compute(n_ctx) if any(active) else compute
+        batch = Batch(n_ctx, self.cache.ubatch, self.cache.flash_attention)
+        compute = device_compute(self.shape, batch)
+        host = host_compute(self.shape, batch) if any(active) else compute
         return [
             *(Need(model[i], context[i], compute if active[i] else 0) for i in range(count)),
             Need(model[count], context[count], host),
@@ -163,50 +166,14 @@ class ModelFigures:
         above = np.flatnonzero(sums / sums[-1] > np.float32(layer - start) / np.float32(active))
         return int(above[0]) if above.size else len(self.names)
 
-    # --- The cache ---
-
     def _context(self, layer: Layer, n_ctx: int) -> int:
         if self.shape.unknown:
             return 0
-        cells = self._window_cells(n_ctx) if layer.windowed else n_ctx
+        cells = window_cells(self.shape, n_ctx, self.cache.ubatch) if layer.windowed else n_ctx
         cache = _cache_bytes(layer.keys * cells, self.cache.type_k)
         cache += _cache_bytes(layer.values * cells, self.cache.type_v)
         state = 0 if layer.state is None else 4 * (layer.state.convolution + layer.state.rest)
         return cache + state
-
-    def _window_cells(self, n_ctx: int) -> int:
-        """Windowed layers keep the window and one batch."""
-        return min(n_ctx, align_up(self.shape.window + self._ubatch(n_ctx), _CACHE_PADDING))
-
-    def _ubatch(self, n_ctx: int) -> int:
-        return min(self.cache.ubatch, n_ctx)
-
-    # --- Compute buffers ---
-
-    def _compute(self, n_ctx: int) -> int:
-        """From above, in numbers of 4 bytes for each token of a batch: the logits and what leads
-        to them, or the activations of a feed-forward network (of all experts that are used), or,
-        without flash attention, all heads' scores; beside them the mask, in 4 and in 2 bytes."""
-        if self.shape.unknown:
-            return 0
-        shape, ubatch = self.shape, self._ubatch(n_ctx)
-        logits = shape.n_vocab + shape.n_embd
-        forward = 4 * shape.n_embd + 3 * shape.n_ff * max(shape.n_expert_used, 1)
-        scores = 6 * shape.n_embd + shape.n_head * n_ctx
-        largest = max(logits, forward, 0 if self.cache.flash_attention else scores)
-        return ubatch * (4 * largest + 6 * n_ctx)
-
-    def _host_compute(self, n_ctx: int) -> int:
-        """Of the host beside devices: the embeddings of a batch, and the masks."""
-        shape, ubatch = self.shape, self._ubatch(n_ctx)
-        if shape.unknown:
-            return 0
-        numbers = shape.n_embd + n_ctx
-        if shape.window:
-            numbers += self._window_cells(n_ctx)
-        if not self.cache.flash_attention:
-            numbers += max((layer.keys + layer.values for layer in shape.layers), default=0)
-        return 4 * ubatch * numbers
 
 
 def _cache_bytes(numbers: int, kind: str) -> int:

@@ -90,6 +90,7 @@ class ModelFit(FitResult):
         return {
             "status": self.status,
             "reason": self.reason,
+            "shortfall": self.shortfall,
             "n_ctx": self.n_ctx or self.n_ctx_train,
             "n_gpu_layers": self.n_gpu_layers,
             "tensor_split": list(self.tensor_split),
@@ -256,4 +257,5 @@ def _notes(unknown: str, sizes: Mapping[str, int]) -> list[str]:
 def require(result: ModelFit) -> None:
     """FitError for a result that isn't a success."""
     if result.status != "success":
-        raise FitError(result.reason)
+        short = f" ({-(-result.shortfall >> 20)} MiB too little)" if result.shortfall else ""
+        raise FitError(result.reason + short)

@@ -19,9 +19,10 @@ Pure arithmetic: no files, no devices.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import index
 from typing import TypeAlias
 
 from loader.device.memory import DeviceMemory
@@ -94,26 +95,28 @@ def plan(
     `figures` raises passes through, but for a ValueError, which is an "error".
     """
     wanted = FitParams() if params is None else params
+    planner = None
     try:
         planner = _Planner(
             figures, devices, host, n_layer, n_expert, n_ctx_train, margins, wanted, n_ctx_min
         )
-    except ValueError as error:
-        return _result("error", str(error), wanted)
-    try:
         found = planner.run()
     except _Failure as failure:
+        assert planner is not None  # noqa: S101 - it fails when it runs
         logger.warning("failed to fit params to free device memory: %s", failure)
-        return _result("failure", str(failure), planner.params)
+        return _result("failure", str(failure), planner.params, planner.shortfall())
     except ValueError as error:
-        logger.error("encountered an error while trying to fit params: %s", error)
-        return _result("error", str(error), planner.params)
+        logger.error(
+            "encountered an error while trying to fit params to free device memory: %s", error
+        )
+        return _result("error", str(error), wanted if planner is None else planner.params)
     logger.info("successfully fit params to free device memory")
     return _result("success", "", found)
 
 
-def _result(status: str, reason: str, params: FitParams) -> FitResult:
+def _result(status: str, reason: str, params: FitParams, shortfall: int = 0) -> FitResult:
     return FitResult(
+        shortfall=shortfall,
         status=status,  # type: ignore[arg-type]  # one of the three
         reason=reason,
         n_ctx=params.n_ctx,
@@ -172,12 +175,12 @@ class _Planner:
             return self.params
         used = self._used_with_models(self.params)
         totals = [total for total, _ in used]
-        for name, memory, total, margin in zip(
-            self._names, self._memory, totals, self._margins, strict=True
-        ):
-            if self._several:
+        if self._several:
+            logger.info("projected memory use with initial parameters [MiB]:")
+            each = zip(self._names, self._memory, totals, self._margins, strict=True)
+            for name, memory, total, margin in each:
                 logger.info(
-                    "  - %s: %6d total, %6d used, %6d free vs. target of %6d MiB",
+                    "  - %s: %6d total, %6d used, %6d free vs. target of %6d",
                     name, memory.total // _MIB, total // _MIB,
                     _quotient(memory.free - total, _MIB), margin // _MIB,
                 )  # fmt: skip
@@ -187,12 +190,25 @@ class _Planner:
             sum(memory.free for memory in self._memory) // _MIB,
         )
         if all(total <= target for total, target in zip(totals, self._targets, strict=True)):
-            logger.info("targets for free memory can be met on all devices, no changes needed")
+            if self._several:
+                logger.info("targets for free memory can be met on all devices, no changes needed")
+            else:
+                logger.info(
+                    "will leave %d >= %d MiB of free device memory, no changes needed",
+                    _quotient(self._memory[0].free - totals[0], _MIB), self._margins[0] // _MIB,
+                )  # fmt: skip
             return self.params
         if sum(totals) > sum(self._targets) and self._shorten_context(used):
             return self.params
         self._refuse_what_the_caller_has_set()
         return self._place_layers()
+
+    def shortfall(self) -> int:
+        """Bytes that the devices are over their targets with the parameters as they are."""
+        used = self._used_with_models(self.params)
+        return sum(
+            max(total - target, 0) for (total, _), target in zip(used, self._targets, strict=True)
+        )
 
     def _used_with_models(self, params: FitParams) -> list[tuple[int, int]]:
         """Bytes per device: all of them, and those of the model."""
@@ -204,10 +220,16 @@ class _Planner:
     def _shorten_context(self, used: Sequence[tuple[int, int]]) -> bool:
         """Step 2. Whether that is all that is needed."""
         total, deficit = sum(t for t, _ in used), sum(t for t, _ in used) - sum(self._targets)
-        logger.info(
-            "cannot meet free memory targets on all devices, need to use %d MiB less in total",
-            deficit // _MIB,
-        )
+        if self._several:
+            logger.info(
+                "cannot meet free memory targets on all devices, need to use %d MiB less in total",
+                deficit // _MIB,
+            )
+        else:
+            logger.info(
+                "cannot meet free memory target of %d MiB, need to reduce device memory by %d MiB",
+                self._margins[0] // _MIB, deficit // _MIB,
+            )  # fmt: skip
         low, high = self._n_ctx_min, self._n_ctx_train
         if self.params.n_ctx != 0:
             logger.info("context size set by user to %d -> no change", self.params.n_ctx)
@@ -491,10 +513,10 @@ def _check_split(split: Sequence[float] | None, count: int) -> None:
 
 
 def _checked_margins(margins: Sequence[int] | int, count: int) -> list[int]:
-    given = [margins] if isinstance(margins, int) else list(margins)
+    given = list(margins) if isinstance(margins, Iterable) else [index(margins)]
     if len(given) == 1:
         given *= max(count, 1)
-    if len(given) != count and count:
+    if len(given) != count and (count or len(given) > 1):
         raise ValueError(f"{len(given)} margins for {count} devices: one for each, or one for all")
     if any(margin < 0 for margin in given):
         raise ValueError(f"margins can't be negative: {min(given)}")

@@ -38,7 +38,8 @@ class FitResult:
     status: "success"; "failure", when what was asked for can't be met, with the
     reason; "error", when the request makes no sense or the memory couldn't be
     found out. The other fields as in FitParams; tensor_split is empty where the
-    caller's, or the proportions of the free memory, are to be used.
+    caller's, or the proportions of the free memory, are to be used. shortfall: of a
+    failure, the bytes that the devices have too little for these parameters.
     """
 
     status: Status
@@ -47,3 +48,4 @@ class FitResult:
     n_gpu_layers: int
     tensor_split: tuple[float, ...]
     overrides: tuple[Override, ...]
+    shortfall: int = 0

@@ -25,31 +25,36 @@ _PATTERNS = {
 _WINDOWS = {"llama4": 8192, "gemma2": 4096}
 # Those that keep nothing of earlier tokens.
 _NO_CACHE = {
-    "bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3",
-    "modern-bert", "gemma-embedding", "dream", "llada", "llada-moe", "rnd1",
+    "bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert",
+    "modern-bert", "gemma-embedding", "dream", "llada", "llada-moe", "rnd1", "t5encoder",
+    "wavtokenizer-dec",
 }  # fmt: skip
 # The first layers only have a cache.
 _CACHED_LAYERS = {"gemma3n": 20}
-# Architectures whose layers keep a state of fixed size instead of a cache, all of them or those
-# without KV heads.
-_RECURRENT = {
-    "mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe",
-    "plamo2", "lfm2", "lfm2moe", "qwen3next", "kimi-linear", "rwkv6", "rwkv6qwen2", "rwkv7",
-    "arwkv7",
+# Layers that keep a state of fixed size: all of them; all, beside a cache; those without KV heads;
+# all but every fourth (full_attention_interval).
+_ALL_RECURRENT = {"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}
+_BESIDE = {"falcon-h1"}
+_WITHOUT_HEADS = {
+    "jamba", "granitehybrid", "nemotron_h", "nemotron_h_moe", "plamo2", "lfm2", "lfm2moe",
+    "kimi-linear",
 }  # fmt: skip
-# Of these only the state of Mamba's kind is known here.
-_KNOWN_STATES = {"mamba", "mamba2", "jamba", "falcon-h1", "granitehybrid", "nemotron_h"}
-# An encoder and a decoder, whose layers have other names.
-_OTHER_LAYERS = {"t5", "t5encoder"}
-_KNOWN = set(MODEL_ARCH_NAMES.values()) - _OTHER_LAYERS - (_RECURRENT - _KNOWN_STATES)
+_ALL_BUT_FOURTHS = {"qwen3next", "qwen35", "qwen35moe"}
+# Attention with a bias for each pair of tokens, for which llama.cpp has no flash attention.
+_PAIR_BIAS = {"t5", "t5encoder"}
+# llama.cpp has caches of these, whose size isn't known here.
+_OTHER_CACHES = {"glm-dsa"}
+_KNOWN = set(MODEL_ARCH_NAMES.values()) - _OTHER_CACHES
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a recurrent layer in numbers of 4 bytes: of the convolution and the rest."""
+    """The state of a recurrent layer in numbers of 4 bytes: of the convolution and the rest.
+    width: numbers for each token of a batch that are alive while it is computed."""
 
     convolution: int
     rest: int
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,19 +70,33 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model in numbers. layers: without the output layer; window: tokens that windowed layers
-    look back on, 0 when there are none; unknown: what couldn't be found out, "" when all was."""
+    """A model in numbers.
+
+    layers: without the output layer; the last n_unused of them aren't loaded by
+    llama.cpp (they predict further tokens); n_head, query: heads of a layer, and numbers of
+    their queries; latent: whether caches are compressed (MLA); n_ff_expert: of one
+    expert; streams: numbers for each token that go from layer to layer beside the
+    embedding; pair_bias: no flash attention, and a bias for each pair of tokens;
+    window: tokens that windowed layers look back on, 0 when there are none;
+    unknown: what couldn't be found out, "" when all was.
+    """
 
     architecture: str
     n_ctx_train: int
     n_embd: int
     n_head: int
+    query: int
     n_ff: int
     n_vocab: int
-    n_expert: int
-    n_expert_used: int
-    window: int
     layers: tuple[Layer, ...]
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_expert: int = 0
+    n_unused: int = 0
+    window: int = 0
+    streams: int = 0
+    latent: bool = False
+    pair_bias: bool = False
     unknown: str = ""
 
     @property
@@ -109,49 +128,68 @@ def read_shape(metadata: Metadata, n_vocab: int) -> Shape:
             field=f"{architecture}.block_count",
         )
     n_embd, n_head = keys.number("embedding_length"), keys.each("attention.head_count", n_layer)
-    n_head_kv = keys.each("attention.head_count_kv", n_layer) or n_head
-    unknown = "" if n_head and n_embd else f"{architecture}.attention.head_count"
-    size = n_embd // max(n_head[0] if n_head else 1, 1)
-    window, pattern = keys.window(), keys.windowed(n_layer)
+    n_ff = keys.each("feed_forward_length", n_layer)
+    layers = _read_layers(architecture, keys, n_head, n_ff, n_layer)
+    size = n_embd // max(max(n_head, default=0), 1)
+    has_heads = bool(n_head) or architecture in _ALL_RECURRENT
+    unknown = "" if has_heads and n_embd else f"{architecture}.attention.head_count"
     if architecture not in _KNOWN:
         unknown = f"the architecture {quoted(architecture)}"
-    cached = _CACHED_LAYERS.get(architecture, n_layer - keys.number("nextn_predict_layers"))
-    n_ff = keys.each("feed_forward_length", n_layer)
-    layers = []
-    for index in range(n_layer):
-        heads = n_head_kv[index] if n_head_kv and index < cached else 0
-        if architecture in _NO_CACHE:
-            heads = 0
-        recurrent = architecture in _RECURRENT and not heads
-        if architecture == "nemotron_h" and n_ff and n_ff[index]:
-            recurrent = False  # a feed-forward layer
-        windowed = bool(window) and pattern[index]
-        layers.append(
-            Layer(
-                heads * (keys.number("attention.key_length") or size),
-                heads * (keys.number("attention.value_length") or size),
-                windowed,
-                keys.state() if recurrent else None,
-            )
-        )
-    if architecture in ("mamba", "mamba2"):
-        layers = [Layer(0, 0, False, keys.state())] * n_layer
-        unknown = ""  # they have no heads
-    elif architecture == "falcon-h1":  # both in each layer
-        layers = [Layer(layer.keys, layer.values, False, keys.state()) for layer in layers]
+    streams = 2 * keys.number("altup.num_inputs") * n_embd
     return Shape(
         architecture=architecture,
         n_ctx_train=keys.number("context_length"),
         n_embd=n_embd,
         n_head=max(n_head, default=0),
-        n_ff=max(n_ff, default=0) or keys.number("expert_feed_forward_length"),
+        query=max(n_head, default=0) * (keys.number("attention.key_length") or size),
+        n_ff=max(n_ff, default=0),
         n_vocab=n_vocab,
+        layers=layers,
         n_expert=keys.number("expert_count"),
         n_expert_used=keys.number("expert_used_count"),
-        window=window if any(layer.windowed for layer in layers) else 0,
-        layers=tuple(layers),
+        n_ff_expert=keys.number("expert_feed_forward_length") or max(n_ff, default=0),
+        n_unused=min(keys.number("nextn_predict_layers"), n_layer),
+        window=keys.window() if any(layer.windowed for layer in layers) else 0,
+        streams=streams + keys.number("embedding_length_per_layer_input") * n_layer,
+        latent=keys.number("attention.key_length_mla") > 0,
+        pair_bias=architecture in _PAIR_BIAS,
         unknown=unknown,
     )
+
+
+def _read_layers(
+    architecture: str, keys: _Keys, n_head: Sequence[int], n_ff: Sequence[int], n_layer: int
+) -> tuple[Layer, ...]:
+    n_head_kv = keys.each("attention.head_count_kv", n_layer) or n_head or [0] * n_layer
+    windowed = keys.windowed(n_layer) if keys.window() else [False] * n_layer
+    without_cache = max(
+        keys.number("nextn_predict_layers"), keys.number("attention.shared_kv_layers")
+    )
+    cached = min(n_layer - without_cache, _CACHED_LAYERS.get(architecture, n_layer))
+    interval = keys.number("full_attention_interval") or 4
+    size = keys.number("embedding_length") // max(max(n_head, default=0), 1)
+    layers = []
+    for index in range(n_layer):
+        heads = n_head_kv[index] if index < cached and architecture not in _NO_CACHE else 0
+        if architecture in _WITHOUT_HEADS:
+            # Neither heads nor, where that says so, a feed-forward network of its own.
+            is_forward = architecture.startswith("nemotron_h") and n_ff and n_ff[index]
+            recurrent = not n_head_kv[index] and not is_forward
+        elif architecture in _ALL_BUT_FOURTHS:
+            recurrent = (index + 1) % interval != 0
+        else:
+            recurrent = architecture in _ALL_RECURRENT | _BESIDE
+        if recurrent and architecture not in _BESIDE:
+            heads = 0
+        layers.append(
+            Layer(
+                heads * keys.head_size("key", size, windowed=windowed[index]),
+                heads * keys.head_size("value", size, windowed=windowed[index]),
+                windowed[index],
+                keys.state(n_head[index] if n_head else 0) if recurrent else None,
+            )
+        )
+    return tuple(layers)
 
 
 class _Keys:
@@ -208,12 +246,33 @@ class _Keys:
         )
         return [step > 0 and index % step < step - 1 for index in range(n_layer)]
 
-    def state(self) -> State:
-        """Of Mamba's kind (llama.cpp's n_embd_r and n_embd_s)."""
+    def head_size(self, part: str, usual: int, *, windowed: bool) -> int:
+        """Numbers of a head's key or value; windowed layers may have others."""
+        name = f"attention.{part}_length"
+        return (windowed and self.number(f"{name}_swa")) or self.number(name) or usual
+
+    def state(self, n_head: int) -> State:
+        """Of a recurrent layer (llama.cpp's n_embd_r and n_embd_s)."""
+        n_embd, head_size = self.number("embedding_length"), self.number("wkv.head_size")
+        if head_size:  # RWKV
+            shifts = self.value("token_shift_count")
+            shifts = 2 if shifts is None else self.number("token_shift_count")
+            return State(shifts * n_embd, n_embd * head_size, 17 * n_embd)
+        short = self.number("shortconv.l_cache")
+        if short:  # LFM2
+            return State(n_embd * (short - 1), 0, 4 * n_embd)
+        kernel = self.number("ssm.conv_kernel")
+        kda = self.number("kda.head_dim") * n_head
+        if kda:  # Kimi: a convolution each of queries, keys and values
+            rest = self.number("kda.head_dim") * kda
+            return State(3 * (kernel - 1 if kernel else 3) * kda, rest, 12 * kda)
         inner, size = self.number("ssm.inner_size"), self.number("ssm.state_size")
-        groups = self.number("ssm.group_count")
-        convolution = max(self.number("ssm.conv_kernel") - 1, 0) * (inner + 2 * groups * size)
-        return State(convolution, size * inner)
+        mixed = inner + 2 * self.number("ssm.group_count") * size
+        if self._architecture in _ALL_BUT_FOURTHS:  # gated delta rule, in chunks
+            width = 16 * mixed
+        else:  # Mamba
+            width = inner + 3 * mixed + 2 * inner + self.number("ssm.time_step_rank")
+        return State(max(kernel - 1, 0) * mixed, size * inner, width)
 
 
 def _plain(key: str, value: Any) -> int:
