@@ -73,6 +73,10 @@ class StringArray(Sequence[str]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
+    def span(self, index: int) -> tuple[int, int]:
+        """Where the text of a string begins and ends in its file, in bytes."""
+        return int(self._offsets[index]) + 8, int(self._offsets[index + 1])
+
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
@@ -80,8 +84,8 @@ class StringArray(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        return _text(self._header[int(self._offsets[index]) + 8 : int(self._offsets[index + 1])])
+        start, end = self.span(range(len(self))[index])
+        return _text(self._header[start:end])
 
     def __iter__(self) -> Iterator[str]:
         header = self._header
@@ -158,6 +162,11 @@ class Metadata(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} metadata keys>"
+
+    @property
+    def records(self) -> npt.NDArray[Any]:
+        """Where the stored keys and their values are in the file: see RECORD."""
+        return self._records
 
     def value_type(self, key: str) -> GGUFValueType:
         """The stored type of a value; ARRAY for every array. KeyError for an unknown key."""
