@@ -179,11 +179,10 @@ class SettingError(ValueError):
     """An environment variable holds what can't be understood."""
 
 
-class LoadKeywords(TypedDict, total=False):
-    """The keywords of `model.load`, for type checkers; see LoadOptions."""
+class ReadKeywords(TypedDict, total=False):
+    """Those keywords of `model.load` that don't say to which device, for type checkers."""
 
     names: Selection | None
-    device: DeviceRequest
     check_tensors: bool
     mlock: bool
     no_alloc: bool
@@ -193,6 +192,12 @@ class LoadKeywords(TypedDict, total=False):
     chunk_bytes: int | None
     memory_limit: int | None
     into: object
+
+
+class LoadKeywords(ReadKeywords, total=False):
+    """The keywords of `model.load`, for type checkers; see LoadOptions."""
+
+    device: DeviceRequest
 
 
 @dataclass(frozen=True, kw_only=True)
