@@ -73,8 +73,11 @@ class _Ticker:
 
 
 def load(model: OpenModel, options: LoadOptions) -> Weights:
-    """Loads the chosen tensors of an open model."""
-    return load_tensors(model, choose(model, options), options)
+    """Loads the chosen tensors of an open model, and says so in one line of the log."""
+    weights = load_tensors(model, choose(model, options), options)
+    if not options.no_alloc:
+        logger.info("%s", weights.report)
+    return weights
 
 
 def choose(model: OpenModel, options: LoadOptions) -> list[TensorInfo]:

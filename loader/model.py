@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from loader._closing import Closing
 from loader.errors import frames_released
+from loader.gguf.kind import Kind, kind_of
 from loader.gguf.metadata import Metadata
 from loader.gguf.shards import open_files
 from loader.gguf.tensors import TensorInfo, TensorTable
@@ -39,13 +40,15 @@ logger = logging.getLogger("loader")
 class Model(Closing):
     """An open model: its headers are read, its weights aren't. A context manager.
 
-    path: as it was given, the first one of a list; metadata: a mapping, arrays
+    path: as it was given, the first one of a list; kind: "model", "projector",
+    "adapter", "imatrix" or "vocabulary"; metadata: a mapping, arrays
     decoded on first touch; tensors: a mapping from name to TensorInfo, in file
     order; files: a ModelFile for each file. All of them stay usable after
     `close`; loading doesn't. A model may be used from several threads at once.
     """
 
     path: str
+    kind: Kind
     metadata: Metadata
     tensors: Mapping[str, TensorInfo]
     files: tuple[ModelFile, ...]
@@ -55,6 +58,7 @@ class Model(Closing):
             self.metadata, opened = _open(path, options)
         self.path = opened.name
         self.tensors = opened.tensors
+        self.kind = kind_of(self.metadata, len(self.tensors))
         self.files = tuple(file.describe() for file in opened.files)
         self._open: OpenModel | None = opened
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 from loader.options import Access
 
+_MIB = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fallback:
@@ -105,6 +107,16 @@ class LoadReport:
     device_bytes: dict[str, int]
     staging: StagingReport | None
     phases: Phases
+
+    def __str__(self) -> str:
+        """One line for people and logs."""
+        access = ", ".join(sorted({file.access for file in self.files}))
+        where = self.device if isinstance(self.device, str) else ", ".join(self.device)
+        speed = f" ({self.bytes_per_second / _MIB:.0f} MiB/s)" if self.bytes_per_second else ""
+        return (
+            f"{self.model}: loaded {self.tensors} tensors, {self.bytes / _MIB:.1f} MiB, in "
+            f"{self.seconds:.3f} s{speed} to {where}, access {access}"
+        )
 
     @property
     def bytes_per_second(self) -> float | None:

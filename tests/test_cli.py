@@ -375,7 +375,7 @@ def test_inspect(run: Run, path: Path) -> None:
     for text_ in ("GGUF version 3", "general.architecture = test", "blk.2.w", "F32: 3 tensors"):
         assert text_ in done.out
     found = run("inspect", path, "--json").json
-    assert set(found) == {"model", "files", "bytes", "types", "metadata", "tensors"}
+    assert set(found) == {"model", "kind", "files", "bytes", "types", "metadata", "tensors"}
     assert found["types"] == {"F32": {"tensors": 3, "bytes": 12000}}
     assert found["tensors"][1]["shape"] == [1000]
     assert found["files"][0]["version"] == 3

@@ -30,6 +30,8 @@ LAYERS = [
     ["loading"],
     ["model"],
     ["measure"],
+    ["comparison"],
+    ["checkpoint"],
     ["compat", "cli"],
     ["__init__", "__main__"],
 ]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from loader.cli.access import requested_access
+from loader.cli.override_kv import add_override_flag, metadata_overrides
 from loader.cli.parser import Parser, UsageError
 from loader.cli.text import note, print_json, print_line, printable
 from loader.device.memory import DeviceMemory
@@ -64,6 +65,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--print", action="store_true", help="show a table and where the layers are"
     )
+    add_override_flag(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
@@ -77,7 +79,9 @@ def execute(arguments: argparse.Namespace) -> None:
     overrides = () if rules is None else _each("-ot", rules, _override)
     made_up = arguments.devices
     devices = None if made_up is None else _each("--devices", made_up, _device)
-    with open_model(arguments.model, access=requested_access(None, os.environ)) as model:
+    values = metadata_overrides(arguments.override_kv)
+    access = requested_access(None, os.environ)
+    with open_model(arguments.model, access=access, metadata_overrides=values) as model:
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # what it warns of is the error below
         try:

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from gguf import GGUFValueType
 
 from loader.cli.access import requested_access
+from loader.cli.kind import describe_kind
+from loader.cli.override_kv import add_override_flag, metadata_overrides
 from loader.cli.parser import Parser
 from loader.cli.text import print_json, print_line, printable, size
 from loader.gguf.metadata import Metadata, StringArray
@@ -35,10 +37,13 @@ def configure(parser: Parser) -> None:
         "--metadata", action="store_true", help="list the metadata (with --json, long arrays whole)"
     )
     parser.add_argument("--tensors", action="store_true", help="list the tensors")
+    add_override_flag(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    with open_model(arguments.model, access=requested_access(None, os.environ)) as model:
+    overrides = metadata_overrides(arguments.override_kv)
+    access = requested_access(None, os.environ)
+    with open_model(arguments.model, access=access, metadata_overrides=overrides) as model:
         if arguments.json:
             print_json(_as_object(model, whole=arguments.metadata))
             return
@@ -65,6 +70,7 @@ def _bytes_by_type(model: Model) -> dict[str, dict[str, int]]:
 def _as_object(model: Model, *, whole: bool) -> dict[str, object]:
     return {
         "model": model.path,
+        "kind": model.kind,
         "files": [asdict(file) for file in model.files],
         "bytes": sum(info.nbytes or 0 for info in model.tensors.values()),
         "types": _bytes_by_type(model),
@@ -120,6 +126,7 @@ def _print_summary(model: Model) -> None:
         print_line(
             f"  tensor data from offset {file.data_offset}, aligned to {file.tensor_alignment} B"
         )
+    print_line(f"  kind: {describe_kind(model)}")
     print_line(f"  {len(model.metadata)} metadata keys")
     for key in ("general.architecture", "general.name"):
         if key in model.metadata:

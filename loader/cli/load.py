@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from loader.cli.access import add_access_flags, requested_access
+from loader.cli.kind import describe_kind
+from loader.cli.override_kv import add_override_flag, metadata_overrides
 from loader.cli.parser import Parser, UsageError
 from loader.cli.progress import progress_bar
 from loader.cli.sample import sample_model
-from loader.cli.text import print_json, print_line, printable, size
+from loader.cli.text import note, print_json, print_line, printable, size
 from loader.device.registry import HOST, canonical_name
 from loader.gguf.tensors import TensorInfo
 from loader.model import open as open_model
@@ -50,14 +52,18 @@ def configure(parser: Parser) -> None:
         metavar="GLOB",
         help="load only tensors whose name matches, such as 'blk.0.*'; may be repeated",
     )
+    add_override_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
 
 
 def execute(arguments: argparse.Namespace) -> None:
     access = requested_access(arguments.access_flags, os.environ)
     device = _devices(arguments.device, arguments.override_tensor)
+    overrides = metadata_overrides(arguments.override_kv)
     path = arguments.model if arguments.model is not None else sample_model()
-    with open_model(path, access=access) as model:
+    with open_model(path, access=access, metadata_overrides=overrides) as model:
+        if model.kind != "model":
+            note(f"{model.path}: {describe_kind(model)}")
         names = _matching(arguments.tensors)
         if names is not None and not any(names(info) for info in model.tensors.values()):
             raise ValueError(
@@ -75,7 +81,7 @@ def execute(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(weights.report.to_dict())
     else:
-        _print_report(weights.report)
+        _print_report(weights.report, describe_kind(model))
 
 
 def _matching(globs: Sequence[str] | None) -> Callable[[TensorInfo], bool] | None:
@@ -93,13 +99,14 @@ def _devices(default: str, overrides: Sequence[str] | None) -> Overrides | str:
         raise UsageError(str(error)) from None
 
 
-def _print_report(report: LoadReport) -> None:
+def _print_report(report: LoadReport, kind: str) -> None:
     speed = report.bytes_per_second
     rate = f" ({size(speed)}/s)" if speed else ""
     print_line(
         f"{printable(report.model)}: {report.tensors} tensors, {size(report.bytes)} "
         f"in {report.seconds:.3f} s{rate}, opened in {report.open_seconds:.3f} s"
     )
+    print_line(f"  kind: {kind}")
     for file in report.files:
         print_line(f"  {printable(file.path)}, {size(file.size)}")
         print_line(f"    access: {file.access}: {printable(file.reason)}")

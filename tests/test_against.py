@@ -1,0 +1,490 @@
+"""Models beside other models, and beside the checkpoints that they were made of."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType as T
+
+import loader
+from loader import checkpoint as checkpoints
+from loader.checkpoint import Checkpoint, read_safetensors
+from loader.cli.main import main
+from loader.io import File
+from tests import build
+from tests.build import split_model
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def values(*shape: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def write(
+    path: Path,
+    tensors: Arrays,
+    kind: T = T.F32,
+    arch: str = "llama",
+    numbers: dict[str, int] | None = None,
+) -> Path:
+    """A model with these tensors, those of two axes and more quantised."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, number in (numbers or {}).items():
+        writer.add_uint32(f"{arch}.{key}", number)
+    for name, array in tensors.items():
+        if kind == T.F32 or array.ndim < 2:
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def do(*words: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main([str(word) for word in words])
+        found = capsys.readouterr()
+        return status, found.out, found.err
+
+    return do
+
+
+def nmse(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Plainly, to hold the product against."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return float(((a - b) ** 2).sum() / (b**2).sum())
+
+
+TENSORS: Arrays = {
+    "token_embd.weight": values(64, 96), "blk.0.ffn_up.weight": values(3, 32, 64, seed=1),
+    "output_norm.weight": values(96, seed=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [T.Q8_0, T.Q4_0, T.BF16, T.F16])
+def test_the_error_of_another_quantisation(
+    tmp_path: Path, kind: T, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    path = write(tmp_path / "q.gguf", TENSORS, kind)
+    other = write(tmp_path / "f.gguf", TENSORS)
+    status, out, _ = run("verify", path, "--against", other, "--json")
+    found = json.loads(out)["against"]
+    assert status == 0
+    assert (found["different"], found["missing"], found["unexpected"]) == ([], [], [])
+    by_name = {one["name"]: one for one in found["compared"]}
+    assert set(by_name) == {"token_embd.weight", "blk.0.ffn_up.weight"}
+    weights = loader.load(path)
+    for name, one in by_name.items():
+        expected = nmse(weights[name].dequantize(), TENSORS[name])
+        assert one["nmse"] == pytest.approx(expected, rel=1e-9)
+        assert 0 < one["nmse"] < 0.02
+        assert (one["type"], one["other_type"], one["why"]) == (kind.name, "F32", "")
+    errors = [one["nmse"] for one in found["compared"]]
+    assert errors == sorted(errors, reverse=True), "worst first"
+    status, out, _ = run("verify", path, "--against", other)
+    assert status == 0
+    first, second, *_, last = out.splitlines()
+    assert first.split() == ["NMSE", "type", "against", "tensor"]
+    assert second.split() == [f"{errors[0]:.3g}", kind.name, "F32", found["compared"][0]["name"]]
+    assert last.endswith("3 tensors are as in " + str(other) + ", 2 of them by value: 0 equal, 2 "
+                         "but for rounding")  # fmt: skip
+
+
+def test_what_is_not_rounding(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another tensor, another shape, zeros, NaN, one byte of the same type."""
+    monkeypatch.setattr("loader.comparison._PIECE", 1000)  # several pieces
+    nan = TENSORS["token_embd.weight"].copy()
+    nan[3, 5] = np.nan
+    wrong: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any], str | None]] = {
+        "same": (values(8, 32), values(8, 32), None),
+        "rounded": (values(64, 96), values(64, 96) + 1e-4, None),
+        "another": (values(64, 96), values(64, 96, seed=5), "other"),
+        "shape": (values(64, 96), values(96, 64), "their shapes differ: 64x96 and 96x64"),
+        "zeros": (values(8, 32), np.zeros((8, 32), np.float32), "the reference is all zeros"),
+        "none": (np.zeros((8, 32), np.float32), values(8, 32), "gone"),
+        "nan": (TENSORS["token_embd.weight"], nan, "values that aren't finite differ"),
+        "nans": (nan, nan, None),
+        "empty": (values(0, 32), values(0, 32), None),
+    }
+    path = write(tmp_path / "q.gguf", {name: one for name, (one, _, _) in wrong.items()})
+    kinds = {name: other for name, (_, other, _) in wrong.items()}
+    other = tmp_path / "o.gguf"
+    writer = gguf.GGUFWriter(other, "llama")
+    for name, array in kinds.items():
+        writer.add_tensor(name, array.astype(np.float64) if name != "same" else array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    status, out, err = run("verify", path, "--against", other, "--json")
+    found = json.loads(out)["against"]
+    by_name = {one["name"]: one for one in found["compared"]}
+    bad = {name for name, (_, _, why) in wrong.items() if why is not None}
+    assert status == 1
+    assert set(found["different"]) == bad
+    assert f"{len(bad)} tensors different" in err
+    assert "same" not in by_name
+    for name in ("nans", "empty"):
+        assert by_name[name]["nmse"] == 0
+    assert by_name["rounded"]["nmse"] == pytest.approx(nmse(values(64, 96), kinds["rounded"]))
+    assert by_name["another"]["nmse"] == pytest.approx(nmse(values(64, 96), kinds["another"]))
+    assert by_name["none"]["nmse"] == 1
+    for name in ("shape", "zeros", "nan"):
+        assert (by_name[name]["nmse"], by_name[name]["why"]) == (None, wrong[name][2])
+    assert [one["nmse"] for one in found["compared"]][:3] == [None] * 3, "worst first"
+    # One byte, of one type: different, however close.
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    (tmp_path / "b.gguf").write_bytes(data)
+    status, out, err = run("verify", tmp_path / "b.gguf", "--against", path)
+    assert (status, "1 tensors different" in err) == (1, True)
+    assert len(out.splitlines()) == 2
+
+
+def test_another_split(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    whole = write(tmp_path / "w.gguf", TENSORS)
+    (tmp_path / "s").mkdir()
+    files = split_model(tmp_path / "s", TENSORS, arch="llama")
+    status, out, _ = run("verify", files[1], "--against", whole)
+    assert (status, "3 tensors are as in" in out) == (0, True)
+
+
+def test_types_that_cannot_be_dequantized(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    paths = []
+    for number in range(2):
+        infos = build.info("t", [128, 2], 41 - number, 0)  # Q1_0 and NVFP4, which gguf may lack
+        data = build.pad(build.fixed(3, 1, 0) + infos) + build.random_bytes(256, number)
+        paths.append(build.write(tmp_path / f"{number}.gguf", data))
+    status, out, err = run("verify", paths[0], "--against", paths[1])
+    assert (status, err.count("\n")) == (1, 1)
+    assert "can't be dequantized" in out
+
+
+# --- Checkpoints ---
+
+_NAMES = {np.dtype("f4"): "F32", np.dtype("f2"): "F16", np.dtype("u2"): "BF16"}
+
+
+def safetensors(path: Path, tensors: Arrays) -> Path:
+    """A file of the format; uint16 is BF16."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, array in tensors.items():
+        begin = len(data)
+        data += array.tobytes()
+        header[name] = {
+            "dtype": _NAMES[array.dtype], "shape": list(array.shape),
+            "data_offsets": [begin, len(data)],
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def folder(path: Path, *files: Arrays, **config: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if len(files) == 1:
+        safetensors(path / "model.safetensors", files[0])
+        return path
+    weights = {}
+    for number, tensors in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        safetensors(path / name, tensors)
+        weights.update(dict.fromkeys(tensors, name))
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    return path
+
+
+def bf16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    found: npt.NDArray[np.uint16] = (array.view(np.uint32) >> 16).astype(np.uint16)
+    return found
+
+
+def reordered(array: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
+    """Rows of each head: first those of the first half and of the second, by turns. As a loop, to
+    hold the product against."""
+    size = array.shape[0] // heads
+    order = [
+        head * size + half * size // 2 + i
+        for head in range(heads) for i in range(size // 2) for half in range(2)
+    ]  # fmt: skip
+    return array[order]
+
+
+LLAMA: Arrays = {
+    "model.embed_tokens.weight": values(50, 64), "model.norm.weight": values(64, seed=1),
+    "model.layers.0.self_attn.q_proj.weight": values(64, 64, seed=2),
+    "model.layers.0.self_attn.k_proj.weight": values(32, 64, seed=3),
+    "model.layers.0.self_attn.v_proj.weight": values(32, 64, seed=4),
+    "model.layers.0.mlp.gate_proj.weight": values(128, 64, seed=5),
+    "lm_head.weight": values(50, 64, seed=6),
+}  # fmt: skip
+LLAMA_GGUF: Arrays = {
+    "token_embd.weight": LLAMA["model.embed_tokens.weight"],
+    "output_norm.weight": LLAMA["model.norm.weight"],
+    "blk.0.attn_q.weight": reordered(LLAMA["model.layers.0.self_attn.q_proj.weight"], 4),
+    "blk.0.attn_k.weight": reordered(LLAMA["model.layers.0.self_attn.k_proj.weight"], 2),
+    "blk.0.attn_v.weight": LLAMA["model.layers.0.self_attn.v_proj.weight"],
+    "blk.0.ffn_gate.weight": LLAMA["model.layers.0.mlp.gate_proj.weight"],
+    "output.weight": LLAMA["lm_head.weight"],
+    "rope_freqs.weight": values(8, seed=7),
+}
+HEADS = {"block_count": 1, "attention.head_count": 4, "attention.head_count_kv": 2}
+
+
+def test_a_checkpoint(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are mapped, heads reordered; what the conversion made is no surprise."""
+    monkeypatch.setattr("loader.comparison._PIECE", 500)  # pieces that cut through heads
+    names = list(LLAMA)
+    source = folder(
+        tmp_path / "hf", {n: LLAMA[n] for n in names[:3]}, {n: LLAMA[n] for n in names[3:]},
+        transformers_version="4.50.0",
+    )  # fmt: skip
+    path = write(tmp_path / "m.gguf", LLAMA_GGUF, numbers=HEADS)
+    status, out, err = run("verify", path, "--against", source, "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)["against"]
+    assert {one["name"]: one["nmse"] for one in found["compared"]} == dict.fromkeys(
+        LLAMA_GGUF.keys() - {"rope_freqs.weight"}, 0.0
+    )
+    assert (found["missing"], found["unexpected"], found["hint"]) == ([], [], None)
+    quantised = write(tmp_path / "q.gguf", LLAMA_GGUF, T.Q8_0, numbers=HEADS)
+    status, out, _ = run("verify", quantised, "--against", source)
+    assert (status, "7 of them by value: 1 equal, 6 but for rounding" in out) == (0, True)
+
+
+def test_a_conversion_that_forgot_to_reorder(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder(tmp_path / "hf", LLAMA, transformers_version="5.1.0")
+    forgot = LLAMA_GGUF | {"blk.0.attn_q.weight": LLAMA["model.layers.0.self_attn.q_proj.weight"]}
+    del forgot["blk.0.attn_v.weight"]
+    forgot["surplus.weight"] = values(4, 4)
+    path = write(tmp_path / "m.gguf", forgot, numbers=HEADS)
+
+    def installed(version: str | None) -> None:
+        def find(name: str) -> str:
+            assert name == "transformers"
+            if version is None:
+                raise PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(checkpoints, "version", find)
+
+    for version, is_older in (("4.57.1", True), ("5.1.0", False), ("5.10.0", False), (None, False)):
+        installed(version)
+        status, _, err = run("verify", path, "--against", source)
+        assert (status, err.count("\n")) == (1, 1)
+        for what in (
+            "1 tensors different ('blk.0.attn_q.weight')",
+            "1 tensors missing ('blk.0.attn_v.weight')",
+            "1 tensors not expected ('surplus.weight')",
+        ):
+            assert what in err
+        assert ("written by transformers 5.1.0, and 4.57.1 is installed" in err) == is_older
+
+
+def test_tied_embeddings_and_bfloat16(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    embedding = values(50, 64)
+    tensors: Arrays = {
+        "model.embed_tokens.weight": bf16(embedding),
+        "lm_head.weight": bf16(embedding),
+    }
+    source = folder(tmp_path / "hf", tensors, tie_word_embeddings=True)
+    exact = (bf16(embedding).astype(np.uint32) << 16).view(np.float32)
+    for output in ({}, {"output.weight": exact}):
+        path = write(tmp_path / "m.gguf", {"token_embd.weight": exact} | output, numbers=HEADS)
+        status, out, _ = run("verify", path, "--against", source, "--json")
+        found = json.loads(out)["against"]
+        assert (status, found["missing"], found["unexpected"]) == (0, [], [])
+        assert {one["nmse"] for one in found["compared"]} == {0.0}
+        assert found["compared"][0]["other_type"] == "BF16"
+
+
+def test_other_changes_of_the_conversion(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Norms with 1 added, stacked experts, transposed matrices, convolutions, logarithms."""
+    norm, experts = values(32, seed=1), values(4, 48, 32, seed=2)
+    cases: list[tuple[str, Arrays, Arrays]] = [
+        (
+            "gemma3", {"language_model.model.layers.0.input_layernorm.weight": norm},
+            {"blk.0.attn_norm.weight": norm + 1},
+        ),
+        (
+            "qwen2moe",
+            {f"model.layers.0.mlp.experts.{i}.up_proj.weight": experts[i] for i in (2, 0, 3, 1)},
+            {"blk.0.ffn_up_exps.weight": experts},
+        ),
+        (
+            "llama",
+            {
+                f"model.layers.0.block_sparse_moe.experts.{i}.w2.weight": experts[i]
+                for i in range(4)
+            },
+            {"blk.0.ffn_down_exps.weight": experts},
+        ),
+        (
+            "gpt2", {"transformer.h.0.mlp.c_fc.weight": values(32, 128)},
+            {"blk.0.ffn_up.weight": np.ascontiguousarray(values(32, 128).T)},
+        ),
+        (
+            "mamba",
+            {
+                "backbone.layers.0.mixer.conv1d.weight": values(64, 1, 4),
+                "backbone.layers.0.mixer.A_log": values(64, 16, seed=3),
+            },
+            {
+                "blk.0.ssm_conv1d.weight": values(64, 4),
+                "blk.0.ssm_a": -np.exp(values(64, 16, seed=3)),
+            },
+        ),
+    ]  # fmt: skip
+    for arch, stored, converted in cases:
+        source = folder(tmp_path / "hf", stored)
+        path = write(tmp_path / "m.gguf", converted, arch=arch, numbers=HEADS)
+        status, out, err = run("verify", path, "--against", source, "--json")
+        assert status == 0, (arch, err, out)
+        found = json.loads(out)["against"]["compared"]
+        assert {one["name"] for one in found} == set(converted)
+        assert max(one["nmse"] for one in found) < 1e-12
+
+
+def test_names_that_the_map_does_not_know(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    source = folder(tmp_path / "hf", {**LLAMA, "vision.\x1bpatch": values(2, 2)})
+    path = write(tmp_path / "m.gguf", LLAMA_GGUF, numbers=HEADS)
+    status, _, err = run("verify", path, "--against", source)
+    assert status == 0
+    assert "1 tensors of" in err
+    assert "\\x1bpatch" in err
+    odd = write(tmp_path / "odd.gguf", LLAMA_GGUF, arch="nobody", numbers=HEADS)
+    status, _, err = run("verify", odd, "--against", source)
+    assert (status, "doesn't know the architecture 'nobody'" in err) == (1, True)
+
+
+WRONG: list[tuple[dict[str, bytes | None], str]] = [
+    ({"config.json": None}, "config.json"),
+    ({"config.json": b"{"}, "no valid JSON"),
+    ({"config.json": b"[]"}, "no JSON object"),
+    ({"config.json": b"[" * 100000}, "no valid JSON"),
+    ({"model.safetensors": None}, "has no safetensors files"),
+    ({"model.safetensors": b""}, "it has no header"),
+    ({"model.safetensors": b"\xff" * 8 + b"{}"}, "its header would have"),
+    ({"model.safetensors": struct.pack("<Q", 2) + b"{]"}, "no valid JSON"),
+    ({"model.safetensors": struct.pack("<Q", 9) + b'{"a":[1]}'}, "tensor 'a' is wrong"),
+    ({"model.safetensors.index.json": b'{"weight_map": {"a": "none.safetensors"}}'}, "none.saf"),
+    ({"model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'}, "x.safetens"),
+    ({"model.safetensors.index.json": b'{"weight_map": 3}'}, "weight_map is no map"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "what"), WRONG)
+def test_broken_checkpoints_are_one_clear_line(
+    files: dict[str, bytes | None], what: str, tmp_path: Path,
+    run: Callable[..., tuple[int, str, str]], nothing_left: Callable[[], None],
+) -> None:  # fmt: skip
+    source = folder(tmp_path / "hf", LLAMA)
+    for name, data in files.items():
+        if data is None:
+            (source / name).unlink()
+        else:
+            (source / name).write_bytes(data)
+    path = write(tmp_path / "m.gguf", LLAMA_GGUF, numbers=HEADS)
+    status, _, err = run("verify", path, "--against", source)
+    assert (status, err.count("\n")) == (1, 1)
+    assert what in err
+    nothing_left()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 17]},
+        {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 12]},
+        {"dtype": "F32", "shape": [2, -2], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [2, 2], "data_offsets": [8, 0]},
+        {"dtype": "F32", "shape": [2, 2.0], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [True, 4], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": "22", "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [2, 2]}, {"dtype": 5, "shape": [4], "data_offsets": [0, 16]}, 7,
+    ],
+)  # fmt: skip
+def test_entries_of_safetensors_are_checked(entry: Any, tmp_path: Path) -> None:
+    text = json.dumps({"t": entry}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    with File(path) as file, pytest.raises(loader.FormatError, match="tensor 't'") as caught:
+        read_safetensors(file)
+    assert (caught.value.path, caught.value.field) == (str(path), "t")
+
+
+def test_types_of_safetensors(tmp_path: Path) -> None:
+    text = json.dumps(
+        {
+            "f8": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]},
+            "i8": {"dtype": "I8", "shape": [4], "data_offsets": [4, 8]},
+            "one": {"dtype": "F32", "shape": [], "data_offsets": [8, 12]},
+        }
+    ).encode()
+    path = tmp_path / "hf" / "model.safetensors"
+    folder(path.parent, LLAMA)
+    path.write_bytes(
+        struct.pack("<Q", len(text)) + text + bytes([0, 0, 0, 0, 1, 2, 3, 255]) + b"\0\0\x80\x3f"
+    )
+    with Checkpoint(path.parent) as checkpoint:
+        assert checkpoint.tensors["i8"].rows(1, 4).tolist() == [2, 3, -1]
+        assert checkpoint.tensors["one"].rows(0, 1).reshape(-1).tolist() == [1]
+        with pytest.raises(loader.UnsupportedFormatError, match="F8_E4M3"):
+            checkpoint.tensors["f8"].rows(0, 1)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    source = folder(tmp_path / "hf", LLAMA)
+    safetensors(source / "model2.safetensors", {"lm_head.weight": values(2, 2)})
+    with pytest.raises(loader.FormatError, match=r"lm_head.*in another file"):
+        Checkpoint(source)
+
+
+def test_the_safetensors_library_reads_the_same(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.numpy", reason="safetensors isn't installed")
+    path = tmp_path / "x.safetensors"
+    library.save_file(LLAMA, path)
+    with File(path) as file:
+        for tensor in read_safetensors(file):
+            assert np.array_equal(tensor.rows(0, tensor.shape[0]), LLAMA[tensor.name])
+
+
+def test_the_real_model_against_itself(gemma: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "loader", "verify", str(gemma), "--against", str(gemma)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "236 tensors are as in" in done.stdout
