@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from loader.cli.access import requested_access
+from loader.cli.map import check_map_path, write_map
 from loader.cli.override_kv import add_override_flag, metadata_overrides
 from loader.cli.parser import Parser, UsageError
 from loader.cli.text import note, print_json, print_line, printable
@@ -65,6 +66,9 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--print", action="store_true", help="show a table and where the layers are"
     )
+    parser.add_argument(
+        "--map", metavar="FILE.html", help="draw which tensors lie where, by type and device"
+    )
     add_override_flag(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -78,6 +82,8 @@ def execute(arguments: argparse.Namespace) -> None:
     tensor_split = None if split is None else _each("-ts", split, _proportion)
     overrides = () if rules is None else _each("-ot", rules, _override)
     made_up = arguments.devices
+    if arguments.map is not None:
+        check_map_path(arguments.map)
     devices = None if made_up is None else _each("--devices", made_up, _device)
     values = metadata_overrides(arguments.override_kv)
     access = requested_access(None, os.environ)
@@ -103,6 +109,8 @@ def execute(arguments: argparse.Namespace) -> None:
             raise UsageError(str(error)) from None
         finally:
             logger.setLevel(level)
+        if arguments.map is not None:
+            write_map(arguments.map, model, result.homes)
     for text in result.notes:
         note(text)
     if arguments.json:

@@ -16,13 +16,16 @@ from gguf import GGUFValueType
 
 from loader.cli.access import requested_access
 from loader.cli.kind import describe_kind
+from loader.cli.map import check_map_path, write_map
 from loader.cli.override_kv import add_override_flag, metadata_overrides
 from loader.cli.parser import Parser
+from loader.cli.placement import add_placement_flags, requested_placement
 from loader.cli.text import print_json, print_line, printable, size
 from loader.gguf.metadata import Metadata, StringArray
 from loader.gguf.tensors import TensorInfo
 from loader.gguf.types import type_name
 from loader.model import Model, open as open_model
+from loader.placement import Overrides
 
 # In JSON, longer arrays are shown by their length only, unless the metadata is asked for; in
 # text, the first elements are shown.
@@ -37,13 +40,22 @@ def configure(parser: Parser) -> None:
         "--metadata", action="store_true", help="list the metadata (with --json, long arrays whole)"
     )
     parser.add_argument("--tensors", action="store_true", help="list the tensors")
+    parser.add_argument(
+        "--map", metavar="FILE.html", help="draw which tensors lie where, by type and device"
+    )
+    add_placement_flags(parser)
     add_override_flag(parser)
 
 
 def execute(arguments: argparse.Namespace) -> None:
     overrides = metadata_overrides(arguments.override_kv)
+    placement = requested_placement(arguments)
+    if arguments.map is not None:
+        check_map_path(arguments.map)
     access = requested_access(None, os.environ)
     with open_model(arguments.model, access=access, metadata_overrides=overrides) as model:
+        if arguments.map is not None:
+            write_map(arguments.map, model, _devices(model, placement))
         if arguments.json:
             print_json(_as_object(model, whole=arguments.metadata))
             return
@@ -53,6 +65,14 @@ def execute(arguments: argparse.Namespace) -> None:
                 print_line(f"{printable(key)} = {_shown(model.metadata, key)}")
         if arguments.tensors:
             _print_tensors(model)
+
+
+def _devices(model: Model, placement: Overrides | str) -> dict[str, str]:
+    """The device of each tensor."""
+    return {
+        name: placement if isinstance(placement, str) else placement(info)
+        for name, info in model.tensors.items()
+    }
 
 
 def _bytes_by_type(model: Model) -> dict[str, dict[str, int]]:

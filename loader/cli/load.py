@@ -10,14 +10,13 @@ from fnmatch import fnmatchcase
 from loader.cli.access import add_access_flags, requested_access
 from loader.cli.kind import describe_kind
 from loader.cli.override_kv import add_override_flag, metadata_overrides
-from loader.cli.parser import Parser, UsageError
+from loader.cli.parser import Parser
+from loader.cli.placement import add_placement_flags, requested_placement
 from loader.cli.progress import progress_bar
 from loader.cli.sample import sample_model
 from loader.cli.text import note, print_json, print_line, printable, size
-from loader.device.registry import HOST, canonical_name
 from loader.gguf.tensors import TensorInfo
 from loader.model import open as open_model
-from loader.placement import Overrides, parse_overrides
 from loader.report import LoadReport
 
 
@@ -33,19 +32,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--check-tensors", action="store_true", help="look for NaN and infinite values and scales"
     )
-    parser.add_argument(
-        "--device",
-        default=HOST,
-        metavar="D",
-        help="where to load to: cpu, cuda:N, opencl:N or torch:DEVICE",
-    )
-    parser.add_argument(
-        "-ot",
-        "--override-tensor",
-        action="append",
-        metavar="PATTERN=DEVICE,...",
-        help="tensors in whose names a pattern is found go to that device instead; may be repeated",
-    )
+    add_placement_flags(parser)
     parser.add_argument(
         "--tensors",
         action="append",
@@ -58,7 +45,7 @@ def configure(parser: Parser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     access = requested_access(arguments.access_flags, os.environ)
-    device = _devices(arguments.device, arguments.override_tensor)
+    device = requested_placement(arguments)
     overrides = metadata_overrides(arguments.override_kv)
     path = arguments.model if arguments.model is not None else sample_model()
     with open_model(path, access=access, metadata_overrides=overrides) as model:
@@ -88,15 +75,6 @@ def _matching(globs: Sequence[str] | None) -> Callable[[TensorInfo], bool] | Non
     if not globs:
         return None
     return lambda info: any(fnmatchcase(info.name, glob) for glob in globs)
-
-
-def _devices(default: str, overrides: Sequence[str] | None) -> Overrides | str:
-    try:
-        return (
-            parse_overrides(",".join(overrides), default) if overrides else canonical_name(default)
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def _print_report(report: LoadReport, kind: str) -> None:
