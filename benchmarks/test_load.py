@@ -152,16 +152,19 @@ def test_peers(model: Path, rounds: int, benchmark: BenchmarkFixture, warm: bool
                 missing = done.returncode == MISSING
                 notes[name] = "not installed" if missing else done.stderr.strip()[-200:]
     rows = []
+    speeds: dict[str, float] = {}
     for name, results in runs.items():
         if name in notes or not results:
             rows.append((name, notes.get(name, "")))
             continue
         seconds, cpu, peak = (median(r[key] for r in results) for key in ("seconds", "cpu", "peak"))
         beside = (peak - nbytes) / (1 << 20)
+        speeds[name] = nbytes / seconds / 1e9
         text = f"{nbytes / seconds / 1e9:.2f} GB/s, {seconds:.2f} s, {cpu:.2f} CPU s"
         rows.append((name, f"{text}, peak {beside:+.0f} MiB beside the weights"))
     table(f"peers, {'warm' if warm else 'cold'}", rows)
     benchmark.extra_info["rows"] = rows
+    benchmark.extra_info["gb_per_second"] = speeds
     benchmark(lambda: None)  # the figures are in extra_info
 
 

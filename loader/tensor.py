@@ -272,6 +272,7 @@ class Weights(Mapping[str, Tensor], Closing):
         return len(self._open_tensors())
 
     def close(self) -> None:
+        """Lets go of the tensors, and frees the memory of devices."""
         self._tensors = self._arena = None
         devices, self._devices = self._devices, ()
         for arena in devices:
