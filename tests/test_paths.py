@@ -56,7 +56,7 @@ def test_row_105_any_name_by_every_kind_of_path(tmp_path: Path, name: bytes) -> 
     done = command(path)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
-    assert len(done.stdout.splitlines()) == 6
+    assert len(done.stdout.splitlines()) == 7
 
 
 def test_relative_paths_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ positions are bytes.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from loader._closing import Closing
 from loader._ffi import Memory
 from loader.device.memory import DeviceMemory
+from loader.errors import DeviceUnavailableError
 from loader.options import SettingError
 
 _MIN_BATCH_VARIABLE = "GGML_OP_OFFLOAD_MIN_BATCH"
@@ -74,6 +76,17 @@ class PinnedMemory(Closing):
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
             unpin()
+
+
+def import_package(module: str, package: str, extra: str, device: str) -> Any:
+    """A module of a device's package; DeviceUnavailableError that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"device {device!r} needs the package {package} ({error}); install it with the extra: "
+            f"pip install 'gguf-dio[{extra}]'"
+        ) from None
 
 
 @runtime_checkable

@@ -7,7 +7,6 @@ current in the calling thread only while a call needs it.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from loader.device.base import (
     Offloading,
     PinnedMemory,
     fill_range,
+    import_package,
     refuse_closed,
 )
 from loader.device.host import usable_memory
@@ -31,7 +31,6 @@ from loader.device.memory import DeviceMemory
 from loader.errors import DeviceError, DeviceMemoryError, DeviceUnavailableError
 from loader.io.arena import allocate_arena
 
-_INSTALL = "install it with the extra: pip install 'gguf-dio[cuda]'"
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -48,13 +47,8 @@ class CudaError(DeviceError):
 class _Driver:
     """The calls of the driver, with their errors as exceptions."""
 
-    def __init__(self) -> None:
-        try:
-            self._api = importlib.import_module("cuda.bindings.driver")
-        except ImportError as error:
-            raise DeviceUnavailableError(
-                f"CUDA devices need the package cuda-bindings ({error}); {_INSTALL}"
-            ) from None
+    def __init__(self, device: str) -> None:
+        self._api = import_package("cuda.bindings.driver", "cuda-bindings", "cuda", device)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(self._api, name)
@@ -252,7 +246,7 @@ class CudaDevice(Offloading, Device):
     def __init__(self, number: int = 0) -> None:
         super().__init__()
         self.name = f"cuda:{number}"
-        driver = _Driver()
+        driver = _Driver(self.name)
         device = self._find(driver, number)
         self._handles = handles = _Handles(driver, device)
         self._close = weakref.finalize(self, handles.close)

@@ -17,6 +17,7 @@ from loader.device.base import (
     Offloading,
     PinnedMemory,
     fill_range,
+    import_package,
     refuse_closed,
 )
 from loader.device.host import usable_memory
@@ -24,7 +25,6 @@ from loader.device.memory import DeviceMemory
 from loader.errors import DeviceError, DeviceMemoryError, DeviceUnavailableError
 from loader.io.arena import allocate_arena
 
-_INSTALL = "install it with the extra: pip install 'gguf-dio[opencl]'"
 _FILL = "__kernel void fill(__global float *out, ulong first, float value) {"
 _FILL += " out[first + get_global_id(0)] = value; }"
 
@@ -105,7 +105,7 @@ class OpenCLDevice(Offloading, Device):
     def __init__(self, number: int = 0, queue: Any = None) -> None:
         super().__init__()
         self.name = f"opencl:{number}"
-        self._cl = cl = _import_pyopencl()
+        self._cl = cl = import_package("pyopencl", "pyopencl", "opencl", self.name)
         self._device = _find(cl, number) if queue is None else queue.device
         with _errors(cl, f"opening {self.name}"):
             self._context = cl.Context([self._device]) if queue is None else queue.context
@@ -239,12 +239,3 @@ def _find(cl: Any, number: int) -> Any:
             f"there is no OpenCL device {number}; there are: {names or 'none'}"
         )
     return devices[number]
-
-
-def _import_pyopencl() -> Any:
-    try:
-        return importlib.import_module("pyopencl")
-    except ImportError as error:
-        raise DeviceUnavailableError(
-            f"OpenCL devices need the package pyopencl ({error}); {_INSTALL}"
-        ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ from loader.device.base import (
     Over,
     PinnedMemory,
     fill_range,
+    import_package,
     refuse_closed,
 )
 from loader.device.host import available_memory, total_memory, usable_memory
 from loader.device.memory import DeviceMemory
 from loader.errors import DeviceError, DeviceMemoryError, DeviceUnavailableError
 from loader.io.arena import allocate_arena
-
-_INSTALL = "install it with the extra: pip install 'gguf-dio[torch]'"
 
 
 class TorchBuffer:
@@ -92,7 +90,7 @@ class TorchDevice(Offloading, Device):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = f"torch:{name}"
-        self._torch = _import_torch()
+        self._torch = import_package("torch", "torch", "torch", self.name)
         self._device = self._find(name)
         self._stream = (
             self._torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -201,12 +199,3 @@ def _torch_buffer(buffer: DeviceBuffer) -> TorchBuffer:
     if not isinstance(buffer, TorchBuffer):
         raise TypeError(f"{buffer!r} is no memory of torch")
     return buffer
-
-
-def _import_torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        raise DeviceUnavailableError(
-            f"torch devices need the package torch ({error}); {_INSTALL}"
-        ) from None
