@@ -46,7 +46,12 @@ def main() -> None:
     speeds = results(arguments.results, "test_peers[cold]", "gb_per_second")
     bars(left, speeds, "Cold load of a 3.2 GB model, GB/s\n(more is better)", ".2f")
     times = results(arguments.results, "test_open_a_large_vocabulary", "cpu_milliseconds")
-    bars(right, times, "Opening a Gemma model, CPU ms\n(less is better; the scale is logarithmic)", ",.0f")
+    bars(
+        right,
+        times,
+        "Opening a Gemma model, CPU ms\n(less is better; the scale is logarithmic)",
+        ",.0f",
+    )
     right.set_xscale("log")
     figure.savefig(arguments.picture, metadata={"Date": None})
 

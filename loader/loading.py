@@ -161,11 +161,12 @@ def stream(
     model: OpenModel, wanted: Sequence[TensorInfo], options: LoadOptions
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields tensors as they become ready, in memory that goes when they go."""
-    limit = options.tuning.memory_limit
+    limit, started = options.tuning.memory_limit, time.perf_counter()
     placement = place(wanted, options.device, {})
     groups = _groups(wanted, limit // _STREAM_SHARE)
     batches = (_batch(model, placement.part(group)) for group in groups)
-    ticker = _Ticker(options.progress, sum(info.nbytes or 0 for info in wanted))
+    total = sum(info.nbytes or 0 for info in wanted)
+    ticker = _Ticker(options.progress, total)
     with _ring(model, placement, options.tuning) as ring:
         reading = _open_reading(batches, options, ring)
         found: dict[Batch, dict[str, Tensor]] = {}
@@ -184,6 +185,11 @@ def stream(
                 yield name, tensor
                 del tensor
     ticker.finish()
+    logger.info(
+        "%s: streamed %d tensors, %.1f MiB, in %.3f s to %s",
+        model.name, len(wanted), total / (1 << 20), time.perf_counter() - started,
+        ", ".join(placement.names),
+    )  # fmt: skip
 
 
 def _batch(model: OpenModel, placement: Placement) -> Batch:

@@ -89,7 +89,10 @@ def run(seconds: int, folder: Path, corpus: Path | None = None) -> Result:
         for how in (0x00, 0x05, 0x7F, 0x85):
             (corpus / f"seed-{number}-{how}").write_bytes(bytes([how]) + seed)
     done = subprocess.run(
-        [target, corpus, f"-max_total_time={seconds}", f"-max_len={LONGEST_INPUT}", "-timeout=5",
+        # The peak of a process counts that of the one that it was forked from, however large: a
+        # shell is small.
+        ["/bin/sh", "-c", '"$@"; exit $?', "sh",
+         target, corpus, f"-max_total_time={seconds}", f"-max_len={LONGEST_INPUT}", "-timeout=5",
          "-rss_limit_mb=1024", "-malloc_limit_mb=64", "-print_final_stats=1",
          "-use_value_profile=1", f"-artifact_prefix={folder}/"],
         capture_output=True, text=True, check=False, timeout=seconds + 300,

@@ -118,4 +118,9 @@ def test_one_line_of_the_log_for_a_load(
         model.load(no_alloc=True)
         model.read_rows("t0", 0, 1)
         assert not caplog.records
+        assert len(list(model.stream())) == 3
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        line = caplog.records[0].getMessage()
+        assert line.startswith(f"{path}: streamed 3 tensors, 0.0 MiB, in ")
+        assert line.endswith(" s to cpu")
     assert capfd.readouterr() == ("", "")
