@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from loader._closing import Closing
@@ -136,11 +137,29 @@ class Model(Closing):
         if "no_alloc" in options:
             raise TypeError("no_alloc makes no sense for read_rows")
         chosen = replace(LoadOptions(**options), names=[name])
-        opened = self._opened()
-        (info,) = choose(opened, chosen)
+        (info,) = choose(self._opened(), chosen)
+        return self._read_part(info, start, stop, chosen)
+
+    def read_part(self, info: TensorInfo, start: int, stop: int) -> Tensor:
+        """A part of a tensor on the outermost axis, with axes as they are in `info`.
+
+        info: that of a tensor of this model, or one with another shape of as many
+        elements, such as one with its outer axes taken together. Else as
+        `read_rows`. ValueError for what is no tensor of this model.
+        """
+        stored = self.tensors.get(info.name)
+        if stored is None or replace(info, shape=stored.shape) != stored:
+            raise ValueError(f"{info!r} is no tensor of {self.path}")
+        if prod(info.shape) != prod(stored.shape):
+            raise ValueError(f"{info!r} has another number of elements than {stored.shape}")
+        chosen = LoadOptions(names=[info.name])
+        choose(self._opened(), chosen)  # refuses what is of unknown type
+        return self._read_part(info, start, stop, chosen)
+
+    def _read_part(self, info: TensorInfo, start: int, stop: int, options: LoadOptions) -> Tensor:
         part = rows(info, start, stop)
         with frames_released():
-            return load_tensors(opened, [part], chosen)[name]
+            return load_tensors(self._opened(), [part], options)[info.name]
 
     def empty(self, names: Selection | None = None) -> Buffers:
         """Memory for tensors by name, of the shapes and types of `Tensor.numpy`, placed so that

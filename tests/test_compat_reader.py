@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import operator
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,8 @@ def every_type(path: Path) -> Path:
         writer.add_key_value(f"array.{kind.name}", [value] * 3, GGUFValueType.ARRAY, sub_type=kind)
     writer.add_string("text.empty", "")
     writer.add_array("array.texts", ["", "a", "bc", "日本"])
+    writer.add_array("long.texts", [f"text {i}" for i in range(500)])
+    writer.add_array("long.numbers", list(range(500)))
     random = np.random.default_rng(0)
     for blocks in (_T.Q4_0, _T.Q8_0, _T.Q6_K, _T.BF16, _T.IQ4_NL):
         elements, nbytes = gguf.GGML_QUANT_SIZES[blocks]
@@ -198,15 +203,37 @@ def test_arrays_are_made_when_they_are_touched(tmp_path: Path) -> None:
     reader = GGUFReader(path)
     assert "fields" not in vars(reader)
     assert "tensors" not in vars(reader)
-    field = reader.fields["array.texts"]
+    assert isinstance(reader.fields["array.texts"].parts, list), "of a few, it's no trouble"
+    field = reader.fields["long.texts"]
     assert not isinstance(field.parts, list)
-    assert field.data[1:] == [8, 10, 12]
-    assert [str(bytes(field.parts[i]), "utf-8") for i in field.data] == ["", "a", "bc", "日本"]
-    assert field.parts[-1].tobytes().decode() == "日本"
+    assert field.data[1:4] == [8, 10, 12]
+    texts = [f"text {i}" for i in range(500)]
+    assert [str(bytes(field.parts[i]), "utf-8") for i in field.data] == texts
+    assert field.parts[-1].tobytes().decode() == "text 499"
     with pytest.raises(IndexError):
         field.parts[len(field.parts)]
     with pytest.raises(TypeError):
         hash(field.parts)
+    # What lists do, and lazy ones can, too.
+    assert operator.add(field.data, [1]) == [*field.data, 1]
+    assert operator.add([1], field.data) == [1, *field.data]
+    assert isinstance(field.data.copy(), list)
+    assert "1005 elements" in repr(field.parts)
+
+
+@pytest.mark.parametrize("name", ["long.texts", "long.numbers", "array.texts", "one.UINT8"])
+def test_fields_are_copied_and_pickled_alone(tmp_path: Path, name: str) -> None:
+    """And not with the whole file that they are views of."""
+    data = every_type(tmp_path / "m.gguf").read_bytes()
+    path = build.write(tmp_path / "m.gguf", data)
+    field = GGUFReader(path).fields[name]
+    stored = pickle.dumps(field)
+    assert len(stored) < 200_000
+    for other in (pickle.loads(stored), copy.deepcopy(field)):  # noqa: S301 - our own
+        assert other.contents() == field.contents()
+        assert list(other.data) == list(field.data)
+        assert len(other.parts) == len(field.parts)
+        assert all(map(same_array, other.parts, field.parts))
 
 
 def test_other_modes_and_wrong_files(tmp_path: Path) -> None:
@@ -225,6 +252,10 @@ def test_other_modes_and_wrong_files(tmp_path: Path) -> None:
     assert reader.fields["GGUF.tensor_count"].contents() == 1
     with pytest.raises(loader.UnsupportedFormatError, match=r"'odd' is of type 99"):
         _ = reader.tensors
+    double = key("GGUF.version", build.U32, scalar(build.U32, 9))
+    reader = GGUFReader(build.write(tmp_path / "x", pad(fixed(3, 0, 1) + double)))
+    with pytest.raises(loader.FormatError, match="every file has"):
+        _ = reader.fields
     not_text = pad(fixed(3, 0, 1) + key(b"k", build.STRING, build.text(b"\xff\xfe")))
     reader = GGUFReader(build.write(tmp_path / "x", not_text))
     assert reader.fields["k"].contents() == "\udcff\udcfe"

@@ -69,7 +69,7 @@ def test_memory_is_torch_s_to_write_to_and_to_keep(path: Path) -> None:
 
 def test_devices_of_torch(path: Path) -> None:
     here = compat.load_file(path)
-    for device in ("cpu", torch.device("cpu")):
+    for device in ("cpu", torch.device("cpu"), None):
         for name, tensor in compat.load_file(path, device=device).items():
             assert torch.equal(tensor, here[name]) or raw(tensor) == raw(here[name])
     meta = compat.load_file(path, device="meta")
@@ -136,6 +136,30 @@ def test_pairs_for_inference_servers(path: Path, mapped: bool) -> None:
         next(compat.gguf_quant_weights_iterator(path, names=["f32"]))
 
 
+def test_the_environment_is_higher_than_the_default(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "loader")
+    monkeypatch.delenv("GGUF_DIO_ACCESS", raising=False)
+    compat.load_file(path)
+    assert caplog.messages[-1].endswith(("access direct", "access buffered"))
+    monkeypatch.setenv("GGUF_DIO_ACCESS", "buffered")
+    compat.load_file(path)
+    assert caplog.messages[-1].endswith("access buffered")
+    compat.load_file(path, access="mmap")
+    assert caplog.messages[-1].endswith("access mmap")
+    caplog.clear()
+    with compat.safe_open(path) as file:
+        assert file._model.files[0].access == "buffered"
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            file.get_tensor(name)
+    assert not caplog.messages, "a line for each tensor is too much"
+
+
+def test_an_empty_map_gives_nothing(path: Path) -> None:
+    assert list(compat.gguf_quant_weights_iterator(path, {})) == []
+
+
 def test_leaving_the_pairs_early(path: Path, nothing_left: Callable[[], None]) -> None:
     pairs = compat.gguf_quant_weights_iterator(path, memory_limit=1 << 20)
     for _ in range(6):
@@ -163,8 +187,11 @@ def test_safe_open(path: Path, nothing_left: Callable[[], None]) -> None:
             assert torch.equal(part[index], expected), index
             assert part[index].shape == expected.shape
         assert raw(file.get_slice("Q8_0.weight")[1:3]) == raw(whole["Q8_0.weight"][1:3])
-        with pytest.raises(IndexError):
+        for name, tensor in whole.items():
+            assert file.get_slice(name).get_shape() == list(tensor.shape)
+        with pytest.raises(IndexError, match=r"2 is outside of tensor 'f32', \(2, 3, 4\)"):
             part[2]
+        assert part[True].shape == whole["f32"][True].shape
         with pytest.raises(ValueError, match="only positive"):
             part[::-1]
         for read in (file.get_tensor, file.get_slice):

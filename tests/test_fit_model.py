@@ -398,6 +398,14 @@ def test_what_is_no_model_to_be_fitted(tmp_path: Path) -> None:
             fit_model(model, [ONE])
 
 
+def test_margins_of_any_kind(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", keys_of("llama", **USUAL), 4)
+    with loader.open(path) as model:
+        for margins in (MIB, np.int64(MIB), [MIB], iter([MIB]), (MIB,)):
+            found = fit_model(model, [ONE], margins=margins)  # type: ignore[arg-type]  # the test
+            assert (found.status, found.devices[0].margin) == ("success", MIB)
+
+
 def test_options_that_make_no_sense(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", keys_of("llama", **USUAL), 4)
     with loader.open(path) as model:

@@ -82,11 +82,12 @@ def test_values_in_place_of_those_in_the_metadata(tmp_path: Path) -> None:
     for wrong in (
         "a", "a=5", "=int:5", "a=int:", "a=int:5x", "a=int:1_0", "a=int: 5", "a=int:0.5",
         "a=float:x", "a=bool:True", "a=bool:1", "a=u32:5", "", "a=int:5,", "a=int:1,b=long:2",
+        "a=int:\u0661\u0662", "k" * 128 + "=int:5", "a=str:" + "x" * 128,
     ):  # fmt: skip
         with pytest.raises(UsageError) as caught:
             metadata_overrides([wrong])
         assert "--override-kv" in str(caught.value)
-        assert repr(wrong.split(",")[0])[1:-1] in str(caught.value)
+        assert wrong.split(",")[0][:40] in str(caught.value)
     path = write(tmp_path / "m.gguf", general__architecture="llama", general__name="old")
     words = ["--override-kv", "general.name=str:new", "--override-kv", "x.y=int:3"]
     shown = json.loads(run("inspect", path, "--json", *words).stdout)["metadata"]

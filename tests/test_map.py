@@ -159,6 +159,11 @@ def test_the_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) 
         status, _, err = run(command, path, "--map", path)
         assert (status, "is no .html file" in err, err.count("\n")) == (2, True, 1)
     assert path.read_bytes() == before, "a model isn't written over"
+    disguised = build.write(tmp_path / "model.html", before)
+    for command, model in (("inspect", disguised), ("fit", path)):
+        status, _, err = run(command, model, "--map", disguised)
+        assert (status, "File exists" in err) == (1, True)
+    assert disguised.read_bytes() == before
     assert run("inspect", path, "--map", tmp_path / "none" / "map.html")[0] == 1
     assert run("inspect", path, "--map", target, "-ot", "(=cpu")[0] == 2
 

@@ -14,7 +14,7 @@ from loader.cli.digests import digest_model
 from loader.cli.lists import Digests
 from loader.cli.progress import progress_bar
 from loader.cli.text import note, print_line, printable
-from loader.comparison import Comparison, ModelValues, Values, compare
+from loader.comparison import Comparison, ModelValues, Values, compare, squeezed
 from loader.errors import quoted
 from loader.gguf.tensors import TensorInfo
 from loader.model import Model, open as open_model
@@ -28,25 +28,27 @@ class Differences:
     """How the tensors of a model differ from what `other` says they are.
 
     different: names; missing: in the model; unexpected: only in the model;
-    compared: by value, those of the same bytes left out, worst first; hint: the
-    likely cause.
+    uncompared: whose values can't be had; compared: by value, those of the same
+    bytes left out, worst first; hint: the likely cause.
     """
 
     other: str
     different: list[str]
     missing: list[str]
     unexpected: list[str]
+    uncompared: list[str] = field(default_factory=list)
     compared: list[Comparison] = field(default_factory=list)
     hint: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.different or self.missing or self.unexpected)
+        return bool(self.different or self.missing or self.unexpected or self.uncompared)
 
     def __str__(self) -> str:
         kinds = {
             "different": self.different,
             "missing": self.missing,
             "not expected": self.unexpected,
+            "that can't be compared": self.uncompared,
         }
         parts = [
             f"{len(names)} tensors {what} ({', '.join(map(quoted, names[:_MOST_NAMED]))}"
@@ -67,6 +69,16 @@ def differences(found: Digests, expected: Digests, other: str) -> Differences:
     )
 
 
+def refuse_unreadable(other: str, access: tuple[Access, ...] | None) -> None:
+    """The errors of what a model is to be compared with, before the model is read."""
+    opened = Checkpoint(Path(other)) if _is_folder(other) else open_model(other, access=access)
+    opened.close()
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - a path that can't be looked at is no folder
+
+
 def compare_with(
     path: str, digests: Digests, other: str, access: tuple[Access, ...] | None
 ) -> Differences:
@@ -74,7 +86,7 @@ def compare_with(
     what isn't the same bytes."""
     with ExitStack() as stack:
         model = stack.enter_context(open_model(path, access=access))
-        if os.path.isdir(other):  # noqa: PTH112 - a path that can't be looked at is no folder
+        if _is_folder(other):
             checkpoint = stack.enter_context(Checkpoint(Path(other)))
             references = _checkpoint_values(model, checkpoint, other)
             found = Differences(
@@ -83,45 +95,54 @@ def compare_with(
                 [name for name in references if name not in digests],
                 [n for n in digests if n not in references and not is_made_by_conversion(n)],
             )
-            found.compared = _compare_values(model, references, digests)
+            found.compared = _compare_values(model, references)
             found.different = [one.name for one in found.compared if not one.is_close]
-            found.hint = checkpoint.version_hint() if found else None
+            _set_apart(found)
+            found.hint = checkpoint.hint(model.metadata) if found else None
             return found
-        found = differences(digests, digest_model(other, access)[1], other)
+        others = digest_model(other, access)[1]
+        found = differences(digests, others, other)
         reference = stack.enter_context(open_model(other, access=access))
         unlike = [
             info
             for name, info in reference.tensors.items()
-            if name in found.different
-            or (name in digests and not _alike(model.tensors[name], info))
+            if name in digests
+            and (name in found.different or not _alike(model.tensors[name], info))
         ]
         references = {info.name: ModelValues(reference, info) for info in unlike}
-        found.compared = _compare_values(model, references, digests)
+        found.compared = _compare_values(model, references)
         # What is of one type has to have the same bytes.
         found.different = [
             one.name for one in found.compared if not one.is_close or one.type == one.other_type
         ]
+        _set_apart(found)
         return found
 
 
+def _set_apart(found: Differences) -> None:
+    """Those that are different because they couldn't be compared."""
+    found.uncompared = [one.name for one in found.compared if not one.is_compared]
+    found.different = [name for name in found.different if name not in found.uncompared]
+
+
 def _alike(info: TensorInfo, other: TensorInfo) -> bool:
-    return (info.ggml_type, info.shape) == (other.ggml_type, other.shape)
+    """Whether the same bytes are the same tensor: axes of one element don't count."""
+    return info.ggml_type == other.ggml_type and squeezed(info.shape) == squeezed(other.shape)
 
 
 def _checkpoint_values(model: Model, checkpoint: Checkpoint, folder: str) -> dict[str, Values]:
     """What the model should have, by its names; a remark about what has no place there."""
-    references, unmapped = checkpoint.as_converted(model.metadata, model.tensors)
+    shapes = {name: info.shape for name, info in model.tensors.items()}
+    references, unmapped = checkpoint.as_converted(model.metadata, shapes)
     if unmapped:
         first = ", ".join(map(quoted, unmapped[:_MOST_NAMED]))
         note(f"{len(unmapped)} tensors of {folder} have no name in a GGUF model ({first})")
     return references
 
 
-def _compare_values(
-    model: Model, references: Mapping[str, Values], digests: Digests
-) -> list[Comparison]:
+def _compare_values(model: Model, references: Mapping[str, Values]) -> list[Comparison]:
     """The tensors that both have, worst first."""
-    infos = [model.tensors[name] for name in references if digests.get(name) is not None]
+    infos = [model.tensors[name] for name in references if name in model.tensors]
     total, done = sum(math.prod(info.shape) for info in infos), 0
     with progress_bar("comparing") as progress:
 
@@ -146,7 +167,8 @@ def print_compared(compared: list[Comparison]) -> None:
     for found in compared:
         error = "-" if found.nmse is None else f"{found.nmse:.3g}"
         why = f"  {found.why}" if found.why else ""
-        rows.append((error, found.type, found.other_type, printable(found.name + why)))
+        words = (error, found.type, found.other_type, found.name + why)
+        rows.append(tuple(map(printable, words)))  # type: ignore[arg-type]  # four of them
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for error, kind, other, name in rows:
         print_line(f"{error:>{widths[0]}}  {kind:<{widths[1]}}  {other:<{widths[2]}}  {name}")

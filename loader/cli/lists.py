@@ -7,8 +7,8 @@ is escaped after it; so every name can be got back exactly.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
+from loader.cli.new_file import write_new
 from loader.cli.text import escaped
 from loader.errors import FormatError
 from loader.io import File
@@ -85,14 +85,4 @@ def read_list(path: str) -> Digests:
 
 def write_list(path: str, digests: Digests) -> None:
     """Writes a new file, whole or not at all, and never over one that is there."""
-    text = "".join(list_line(name, digest) + "\n" for name, digest in digests.items())
-    target = Path(path)
-    with target.open("x", encoding="utf-8", newline="") as file:
-        try:
-            file.write(text)
-            file.flush()
-        except BaseException as error:
-            target.unlink()
-            if isinstance(error, OSError):
-                error.filename = path
-            raise
+    write_new(path, "".join(list_line(name, digest) + "\n" for name, digest in digests.items()))

@@ -10,6 +10,7 @@ from itertools import cycle
 from pathlib import Path
 
 from loader.cli.kind import describe_kind
+from loader.cli.new_file import refuse_existing, write_new
 from loader.cli.parser import UsageError
 from loader.cli.text import printable, size
 from loader.gguf.tensors import TensorInfo
@@ -59,14 +60,16 @@ def pieces(begin: int, end: int, row_bytes: int) -> Iterator[Piece]:
 
 
 def check_map_path(path: str) -> None:
-    """UsageError for a file that isn't HTML by its name: a model isn't to be written over."""
+    """UsageError for a file that isn't HTML by its name, FileExistsError for one that is there."""
     if not path.lower().endswith((".html", ".htm")):
         raise UsageError(f"--map: {path!r} is no .html file")
+    refuse_existing(path)
 
 
 def write_map(path: str, model: Model, devices: Mapping[str, str]) -> None:
-    """Writes the page. devices: by name of a tensor, the name of the device that it goes to."""
-    Path(path).write_text(draw_map(model, devices), encoding="ascii", errors="xmlcharrefreplace")
+    """Writes the page to a new file. devices: by name of a tensor, the device that it goes to."""
+    text = draw_map(model, devices)
+    write_new(path, text.encode("ascii", "xmlcharrefreplace").decode())
 
 
 def draw_map(model: Model, devices: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ _TYPES = "int|float|bool|str"
 _OVERRIDE = re.compile(rf"(?P<key>[^=]+)=(?P<type>{_TYPES}):(?P<value>.*)", re.DOTALL)
 # A comma between two overrides, and not one inside of a text.
 _BETWEEN = re.compile(rf",(?=[^=,]+=(?:{_TYPES}):)")
+_LONGEST = 127  # of a key and of a text, in llama.cpp
 _BOOL = {"true": True, "false": False}
 
 
@@ -37,12 +38,14 @@ def _parse(text: str) -> tuple[str, MetadataValue]:
             f"--override-kv: {text!r} is not KEY=TYPE:VALUE; TYPE is int, float, bool or str"
         )
     kind, value = match["type"], match["value"]
+    if max(len(match["key"]), len(value)) > _LONGEST:
+        raise UsageError(f"--override-kv: {text[:50]!r}...: more than {_LONGEST} characters")
     try:
         if kind == "str":
             return match["key"], value
         if kind == "bool":
             return match["key"], _BOOL[value]
-        if "_" in value or value != value.strip():
+        if not value.isascii() or "_" in value or value != value.strip():
             raise ValueError
         return match["key"], int(value) if kind == "int" else float(value)
     except (KeyError, ValueError):

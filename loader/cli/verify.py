@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from dataclasses import asdict
@@ -15,9 +14,11 @@ from loader.cli.against import (
     differences,
     print_agreement,
     print_compared,
+    refuse_unreadable,
 )
 from loader.cli.digests import digest_model
 from loader.cli.lists import list_line, read_list, write_list
+from loader.cli.new_file import refuse_existing
 from loader.cli.parser import Parser, UsageError
 from loader.cli.text import print_json, print_line
 from loader.errors import VerifyError
@@ -41,8 +42,10 @@ def execute(arguments: argparse.Namespace) -> None:
         raise UsageError("--check and --write exclude each other")
     access = requested_access(arguments.access_flags, os.environ)
     listed = None if arguments.check is None else read_list(arguments.check)
-    if arguments.write is not None and os.path.lexists(arguments.write):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), arguments.write)
+    if arguments.write is not None:
+        refuse_existing(arguments.write)
+    if arguments.against is not None:
+        refuse_unreadable(arguments.against, access)
     files, digests = digest_model(arguments.model, access)
     compared: dict[str, Differences | None] = {"check": None, "against": None}
     if listed is not None:
@@ -69,7 +72,8 @@ def execute(arguments: argparse.Namespace) -> None:
     for found in comparisons:
         if not arguments.json:
             print_compared(found.compared)
-        if found:
-            raise VerifyError(f"{arguments.model} is not what {found.other} says: {found}")
-        if not arguments.json:
+        if not found and not arguments.json:
             print_agreement(arguments.model, len(digests), found)
+    wrong = [f"{found.other} says: {found}" for found in comparisons if found]
+    if wrong:
+        raise VerifyError(f"{arguments.model} is not what {'; and not what '.join(wrong)}")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gguf import GGUF_DEFAULT_ALIGNMENT, GGUFEndian, GGUFValueType
 from gguf.gguf_reader import ReaderTensor
 
-from loader.errors import UnsupportedFormatError, quoted
+from loader.errors import FormatError, UnsupportedFormatError, quoted
 from loader.gguf.header import locate_data, read_header
 from loader.gguf.metadata import StringArray
 from loader.gguf.types import BLOCK_SIZES, PLAIN_DTYPES, ggml_type, why_unknown
@@ -26,13 +26,14 @@ from loader.io.file import File
 from loader.io.mapping import map_file
 
 _COUNTS = 8  # where the numbers of tensors and keys are in a file, after magic and version
+_FEW = 256  # parts that aren't worth the trouble
 _BEFORE_VALUE = 3  # parts of a key before its value: length, name, type
 _BEFORE_ELEMENTS = _BEFORE_VALUE + 2  # and of an array: type of the elements, and how many
 
 
 class ReaderField(gguf.ReaderField):
-    """A key of the metadata. `parts` and `data` of an array are sequences whose elements are made
-    when they are asked for; they equal the lists of the original."""
+    """A key of the metadata. `parts` and `data` of a long array are sequences whose elements are
+    made when they are asked for; they equal the lists of the original, but aren't lists."""
 
     __slots__ = ()
 
@@ -68,6 +69,22 @@ class _Lazy(Sequence[Any]):
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # equal to lists, which have no hash either
+
+    def copy(self) -> list[Any]:
+        return list(self)
+
+    def __add__(self, other: list[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return [*other, *self]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} elements, made when they are touched>"
+
+    def __reduce__(self) -> Any:
+        """A pickle or a deep copy is a list."""
+        return list, (list(self),)
 
 
 class _Indices(_Lazy):
@@ -136,7 +153,8 @@ class GGUFReader(gguf.GGUFReader):
     mode: only "r"; ValueError for others, for which gguf has its own. The
     attributes are the original's; `fields` and `tensors` are made when they are
     first touched, arrays element by element. The data of tensors is mapped and
-    read-only, and stays valid for as long as anybody holds it. Raises
+    read-only, and stays valid for as long as anybody holds it. Files of big-endian
+    machines and arrays of arrays, which no model has, aren't read here. Raises
     FormatError (a ValueError) or its kinds for what is no valid file,
     FileNotFoundError and the like.
     """
@@ -168,6 +186,14 @@ class GGUFReader(gguf.GGUFReader):
         for offset, name, value, kind in first:
             found[f"GGUF.{name}"] = ReaderField(offset, f"GGUF.{name}", [value], [0], [kind])
         for name, record in zip(self._metadata, self._metadata.records, strict=True):
+            if name in found:
+                raise FormatError(
+                    f"{self._path}: the metadata key {quoted(name)} is the name of a field that "
+                    "every file has",
+                    path=self._path,
+                    offset=int(record["offset"]),
+                    field=name,
+                )
             found[name] = self._field(name, record)
         return found
 
@@ -199,7 +225,9 @@ class GGUFReader(gguf.GGUFReader):
             parts += [self._view(after_name + 4, np.uint32), self._view(after_name + 8, np.uint64)]
             array = _ArrayParts(self.data, parts, self._metadata[name], value)
             element = GGUFValueType(int(record["element_type"]))
-            types = [kind, element] if len(array.values) else [kind]
+            types: list[GGUFValueType] = [kind, element] if len(array.values) else [kind]
+            if len(array) <= _FEW:
+                return ReaderField(offset, name, list(array), list(array.indices), types)
             return ReaderField(offset, name, array, array.indices, types)  # type: ignore[arg-type]
         if kind == GGUFValueType.STRING:
             parts += [

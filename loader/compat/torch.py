@@ -6,6 +6,7 @@ Plain types have torch's own, BF16 among them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,9 @@ except ImportError as error:
     ) from None
 
 from loader.device.registry import HOST
+from loader.errors import quoted
 from loader.gguf.tensors import TensorInfo
-from loader.gguf.types import PLAIN_DTYPES, type_name
+from loader.gguf.types import PLAIN_DTYPES, array_layout, type_name
 from loader.model import Model, load, open as open_model
 from loader.options import AccessRequest, LoadKeywords, PathLike, ReadKeywords
 from loader.tensor import Tensor
@@ -30,26 +32,30 @@ from loader.tensor import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-# Memory that torch may write to; a mapping is read-only.
-_OWNED: AccessRequest = ("direct", "buffered")
+
+def _access(access: AccessRequest | None) -> AccessRequest | None:
+    """The default is memory that torch may write to; a mapping is read-only."""
+    if access is None and "GGUF_DIO_ACCESS" not in os.environ:
+        return ("direct", "buffered")
+    return access
 
 
 def load_file(
     filename: PathLike | Sequence[PathLike],
-    device: str | int | torch.device = "cpu",
+    device: str | int | torch.device | None = "cpu",
     *,
-    access: AccessRequest | None = _OWNED,
+    access: AccessRequest | None = None,
     **options: Unpack[ReadKeywords],
 ) -> dict[str, torch.Tensor]:
     """Loads a model as torch tensors by name, in file order, as `safetensors.torch.load_file` does.
 
     filename: a GGUF file, any file of a split model, or a list of all its files;
-    device: as torch names it; access and options: as of `loader.load`. On the
-    processor tensors of one call share one memory, without a copy. With
-    access="mmap" they are mapped: torch warns that they can't be written to.
-    Errors as of `loader.load`.
+    device: as torch names it; access: as of `loader.load`, but by default direct
+    or buffered, since torch warns of mapped tensors that they can't be written
+    to; options: as of `loader.load`. On the processor tensors of one call share
+    one memory, without a copy. Errors as of `loader.load`.
     """
-    weights = load(filename, access=access, device=_device_name(device), **options)
+    weights = load(filename, access=_access(access), device=_device_name(device), **options)
     return {name: as_torch(tensor) for name, tensor in weights.items()}
 
 
@@ -57,8 +63,8 @@ def gguf_quant_weights_iterator(
     gguf_file: PathLike | Sequence[PathLike],
     gguf_to_hf_name_map: Mapping[str, str] | None = None,
     *,
-    device: str | int | torch.device = "cpu",
-    access: AccessRequest | None = _OWNED,
+    device: str | int | torch.device | None = "cpu",
+    access: AccessRequest | None = None,
     **options: Unpack[ReadKeywords],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) as weight loaders of inference servers take them from GGUF files.
@@ -72,10 +78,12 @@ def gguf_quant_weights_iterator(
     """
     if "names" in options:
         raise TypeError("gguf_to_hf_name_map says which tensors")
-    with open_model(gguf_file, access=access) as model:
-        names = dict(gguf_to_hf_name_map or zip(model.tensors, model.tensors, strict=True))
-        if gguf_to_hf_name_map is not None:
-            names = {name: other for name, other in names.items() if name in model.tensors}
+    with open_model(gguf_file, access=_access(access)) as model:
+        given = gguf_to_hf_name_map
+        if given is None:
+            names = dict(zip(model.tensors, model.tensors, strict=True))
+        else:
+            names = {name: given[name] for name in model.tensors if name in given}
         for name, other in names.items():
             info = model.tensors[name]
             if int(info.ggml_type) not in _TYPED:
@@ -109,14 +117,14 @@ class safe_open:  # noqa: N801 - the name that users know
         self,
         filename: PathLike | Sequence[PathLike],
         framework: str = "pt",
-        device: str | int | torch.device = "cpu",
+        device: str | int | torch.device | None = "cpu",
     ) -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise ValueError(
                 f"framework {framework!r}: only 'pt' is had here; loader.open gives numpy arrays"
             )
         self._device = _device_name(device)
-        self._model: Model = open_model(filename, access=_OWNED)
+        self._model: Model = open_model(filename, access=_access(None))
 
     def keys(self) -> list[str]:
         """The names of the tensors, in file order."""
@@ -133,12 +141,11 @@ class safe_open:  # noqa: N801 - the name that users know
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """A tensor, in memory of its own. ValueError for a name that isn't there."""
-        return as_torch(self._model.load(names=[name], device=self._device)[name])
+        return self.get_slice(name).whole()
 
     def get_slice(self, name: str) -> Slice:
         """A tensor of which only parts are to be read: index the result."""
-        if name not in self._model.tensors:
-            self._model.load(names=[name], no_alloc=True)  # says what is near
+        self._model.load(names=[name], no_alloc=True)  # says what is wrong with the name
         return Slice(self._model, self._model.tensors[name], self._device)
 
     def __enter__(self) -> Self:
@@ -162,21 +169,32 @@ class Slice:
         self._device = device
 
     def get_shape(self) -> list[int]:
-        """Numbers of elements along each axis."""
-        return list(self._info.shape)
+        """Numbers of elements along each axis, of the tensor that indexing gives: of what is
+        quantised, the last axis is in bytes."""
+        return list(array_layout(self._info.ggml_type, self._info.shape)[1])
 
     def get_dtype(self) -> str:
         """The type as GGUF names it: "F32", "Q4_K"."""
         return type_name(self._info.ggml_type)
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+        name, shape = self._info.name, self._info.shape
+        if not shape:
+            return as_torch(self._model.load(names=[name], device=self._device)[name])
+        return as_torch(self._model.read_rows(name, 0, shape[0], device=self._device))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """The part of the tensor that torch's indexing of the whole one gives."""
         places = index if isinstance(index, tuple) else (index,)
         first = places[0] if places else None
         shape, name = self._info.shape, self._info.name
-        if len(shape) < 2 or not isinstance(first, (int, slice)):
-            return as_torch(self._model.load(names=[name], device=self._device)[name])[index]
-        rows = range(shape[0])[first]
+        if len(shape) < 2 or not isinstance(first, (int, slice)) or isinstance(first, bool):
+            return self.whole()[index]
+        try:
+            rows = range(shape[0])[first]
+        except IndexError:
+            raise IndexError(f"{first} is outside of tensor {quoted(name)}, {shape}") from None
         within: int | slice = 0
         if isinstance(rows, int):
             start, stop = rows, rows + 1
@@ -199,7 +217,9 @@ def _renamed(name: str, ending: str) -> str:
     return f"{before}{ending}{after}" if found else f"{name}.{ending}"
 
 
-def _device_name(device: str | int | torch.device) -> str:
+def _device_name(device: str | int | torch.device | None) -> str:
     """The name by which it is loaded to; what is for the processor is read where it stays."""
+    if device is None:
+        return HOST
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
     return HOST if name.partition(":")[0] == "cpu" else f"torch:{name}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any, Protocol
 
 from loader.device.memory import DeviceMemory
@@ -145,6 +146,7 @@ def fit_model(
             )
     if ubatch < 1 or n_ctx < 0 or n_ctx_min < 1:
         raise ValueError("ubatch and n_ctx_min must be positive, n_ctx not negative")
+    each = list(margins) if isinstance(margins, Iterable) else [index(margins)]
     found = machine_devices() if devices is None else list(devices)
     here = host_memory() if host is None else host
     if not model.tensors:
@@ -181,7 +183,7 @@ def fit_model(
         n_layer=shape.n_layer,
         n_expert=shape.n_expert,
         n_ctx_train=shape.n_ctx_train or n_ctx_min,
-        margins=margins,
+        margins=each,
         n_ctx_min=n_ctx_min,
         params=FitParams(
             n_ctx=n_ctx,
@@ -197,7 +199,6 @@ def fit_model(
         overrides=result.overrides,
     )
     needs = figures.needs(chosen)
-    each = [margins] if isinstance(margins, int) else list(margins)
     each = each * len(found) if len(each) == 1 else each
     uses = (
         DeviceUse(name=d.name, free=m.free, total=m.total, margin=margin, need=need)
