@@ -7,11 +7,12 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from loader import _ffi
+from loader.cli.main import main
 from loader.device.registry import open_device
 from loader.errors import DeviceUnavailableError, ReadError
 from loader.io.queue import open_queue
@@ -92,6 +93,25 @@ def method(request: pytest.FixtureRequest) -> Method:
     except ReadError as error:
         pytest.skip(str(error))
     return name
+
+
+Command: TypeAlias = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process; gives its exit status and what it said."""
+
+    def do(*words: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as error:
+            status = int(error.code or 0)
+        found = capsys.readouterr()
+        return status, found.out, found.err
+
+    return do
 
 
 @pytest.fixture

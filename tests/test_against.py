@@ -21,11 +21,11 @@ from gguf import GGMLQuantizationType as T
 import loader
 from loader.checkpoint import Checkpoint, folder as folders
 from loader.checkpoint.files import read_safetensors
-from loader.cli.main import main
 from loader.comparison import ModelValues, compare, rounding
 from loader.io import File
 from tests import build
 from tests.build import split_model
+from tests.conftest import Command
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -58,17 +58,6 @@ def write(
     return path
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def do(*words: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main([str(word) for word in words])
-        found = capsys.readouterr()
-        return status, found.out, found.err
-
-    return do
-
-
 def nmse(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
     """Plainly, to hold the product against."""
     a, b = a.astype(np.float64), b.astype(np.float64)
@@ -82,9 +71,7 @@ TENSORS: Arrays = {
 
 
 @pytest.mark.parametrize("kind", [T.Q8_0, T.Q4_0, T.BF16, T.F16])
-def test_the_error_of_another_quantisation(
-    tmp_path: Path, kind: T, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_the_error_of_another_quantisation(tmp_path: Path, kind: T, run: Command) -> None:
     path = write(tmp_path / "q.gguf", TENSORS, kind)
     other = write(tmp_path / "f.gguf", TENSORS)
     status, out, _ = run("verify", path, "--against", other, "--json")
@@ -111,7 +98,7 @@ def test_the_error_of_another_quantisation(
 
 
 def test_what_is_not_rounding(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another tensor, another shape, zeros, NaN, one byte of the same type."""
     monkeypatch.setattr("loader.comparison._PIECE", 1000)  # several pieces
@@ -160,9 +147,7 @@ def test_what_is_not_rounding(
     assert by_name["infinite"]["nmse"] == pytest.approx(1e-14, rel=0.3)
 
 
-def test_one_type_has_to_have_the_same_bytes(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_one_type_has_to_have_the_same_bytes(tmp_path: Path, run: Command) -> None:
     """However close it is: the sign of a zero, a little error."""
     for one, other in ((0.0, -0.0), (1.0, 1.0 + 1e-6)):
         array = values(8, 32)
@@ -181,7 +166,7 @@ def test_one_type_has_to_have_the_same_bytes(
     assert (status, "'token_embd.weight'" in err) == (1, True)
 
 
-def test_another_split(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+def test_another_split(tmp_path: Path, run: Command) -> None:
     whole = write(tmp_path / "w.gguf", TENSORS)
     (tmp_path / "s").mkdir()
     files = split_model(tmp_path / "s", TENSORS, arch="llama")
@@ -189,9 +174,7 @@ def test_another_split(tmp_path: Path, run: Callable[..., tuple[int, str, str]])
     assert (status, "3 tensors are as in" in out) == (0, True)
 
 
-def test_types_that_cannot_be_dequantized(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_types_that_cannot_be_dequantized(tmp_path: Path, run: Command) -> None:
     paths = []
     for number in range(2):
         infos = build.info("t", [128, 2], 41 - number, 0)  # Q1_0 and NVFP4, which gguf may lack
@@ -275,9 +258,7 @@ LLAMA_GGUF: Arrays = {
 HEADS = {"block_count": 1, "attention.head_count": 4, "attention.head_count_kv": 2}
 
 
-def test_a_checkpoint(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint(tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are mapped, heads reordered; what the conversion made is no surprise."""
     monkeypatch.setattr("loader.comparison._PIECE", 500)  # pieces that cut through heads
     names = list(LLAMA)
@@ -299,7 +280,7 @@ def test_a_checkpoint(
 
 
 def test_a_conversion_that_forgot_to_reorder(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder(tmp_path / "hf", LLAMA, transformers_version="5.1.0")
     forgot = LLAMA_GGUF | {"blk.0.attn_q.weight": LLAMA["model.layers.0.self_attn.q_proj.weight"]}
@@ -329,9 +310,7 @@ def test_a_conversion_that_forgot_to_reorder(
         assert (f"written by transformers 5.1.0, and {version} is installed" in err) == is_older
 
 
-def test_tied_embeddings_and_bfloat16(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_tied_embeddings_and_bfloat16(tmp_path: Path, run: Command) -> None:
     embedding = values(50, 64)
     tensors: Arrays = {
         "model.embed_tokens.weight": bf16(embedding),
@@ -348,9 +327,7 @@ def test_tied_embeddings_and_bfloat16(
         assert found["compared"][0]["other_type"] == "BF16"
 
 
-def test_other_changes_of_the_conversion(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_other_changes_of_the_conversion(tmp_path: Path, run: Command) -> None:
     """Norms with 1 added, stacked experts, transposed matrices, convolutions, logarithms."""
     norm, experts = values(32, seed=1), values(4, 48, 32, seed=2)
     cases: list[tuple[str, Arrays, Arrays]] = [
@@ -406,7 +383,7 @@ def test_other_changes_of_the_conversion(
 
 
 def mismatch(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]], arch: str, stored: Arrays,
+    tmp_path: Path, run: Command, arch: str, stored: Arrays,
     converted: Arrays, numbers: dict[str, Any] = HEADS, **config: Any,
 ) -> str:  # fmt: skip
     """What is said of a model beside a checkpoint; nothing when they agree."""
@@ -418,9 +395,7 @@ def mismatch(
     return err
 
 
-def test_what_rounding_does_not_explain(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_what_rounding_does_not_explain(tmp_path: Path, run: Command) -> None:
     """A norm without its 1, a scale, rows that are gone: of types whose rounding is small."""
     norm = (np.abs(values(32, seed=1)) * 5 + 3).astype(np.float32)
     names = ("model.layers.0.input_layernorm.weight", "blk.0.attn_norm.weight")
@@ -455,9 +430,7 @@ def test_what_rounding_to_a_type_may_cost() -> None:
     assert rounding("I32") == rounding("F64") == rounding("nothing of ours") == limits[0] < 1e-10
 
 
-def test_a_little_difference_between_values_of_one_type(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_little_difference_between_values_of_one_type(tmp_path: Path, run: Command) -> None:
     norm = (bf16(values(64)).astype(np.uint32) << 16).view(np.float32)
     stored = {"model.embed_tokens.weight": bf16(np.stack([norm] * 4))}
     off = np.stack([norm * np.float32(1.002)] * 4)
@@ -485,9 +458,7 @@ def test_pieces_of_stacked_experts(tmp_path: Path) -> None:
             assert np.array_equal(stack.rows(start, stop).reshape(-1, 16), flat[start:stop])
 
 
-def test_more_of_what_conversions_do(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_more_of_what_conversions_do(tmp_path: Path, run: Command) -> None:
     embedding = values(40, 64)
     heads, keys, rank = 2, 3, 8
     kv_b = values(heads * (keys + 4), rank, seed=4)
@@ -559,9 +530,7 @@ def test_more_of_what_conversions_do(
         assert not said, (arch, said)
 
 
-def test_architectures_whose_conversion_is_not_known(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_architectures_whose_conversion_is_not_known(tmp_path: Path, run: Command) -> None:
     said = mismatch(
         tmp_path, run, "arctic", {"model.norm.weight": values(64)},
         {"output_norm.weight": values(64, seed=1)},
@@ -569,9 +538,7 @@ def test_architectures_whose_conversion_is_not_known(
     assert "isn't all known here" in said
 
 
-def test_tensors_that_cannot_be_compared_are_no_agreement(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_tensors_that_cannot_be_compared_are_no_agreement(tmp_path: Path, run: Command) -> None:
     plain = build.pad(build.fixed(3, 1, 0) + build.info("t", [8], 0, 0)) + bytes(32)
     odd = build.pad(build.fixed(3, 1, 0) + build.info("t", [8], 99, 0)) + bytes(32)
     paths = [build.write(tmp_path / f"{i}.gguf", data) for i, data in enumerate((plain, odd))]
@@ -587,9 +554,7 @@ def test_tensors_that_cannot_be_compared_are_no_agreement(
     assert (status, json.loads(out)["against"]["uncompared"]) == (1, ["output_norm.weight"])
 
 
-def test_shapes_that_are_the_same_for_ggml(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_shapes_that_are_the_same_for_ggml(tmp_path: Path, run: Command) -> None:
     data = [
         build.pad(build.fixed(3, 1, 0) + build.info("t", dims, 8, 0)) + build.random_bytes(64)
         for dims in ([32], [32, 1])
@@ -634,7 +599,7 @@ def test_pieces_are_small_whatever_the_shape(
 
 
 def test_other_is_looked_at_before_the_model_is_read(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "m.gguf", TENSORS)
     monkeypatch.setattr("loader.cli.verify.digest_model", lambda *_: pytest.fail("it was read"))
@@ -644,9 +609,7 @@ def test_other_is_looked_at_before_the_model_is_read(
         assert (status, err.count("\n")) == (1, 1)
 
 
-def test_both_comparisons_are_told(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_both_comparisons_are_told(tmp_path: Path, run: Command) -> None:
     path, listed = write(tmp_path / "m.gguf", TENSORS), tmp_path / "list"
     other = write(tmp_path / "o.gguf", {"output_norm.weight": values(96)})
     assert run("verify", other, "--write", listed)[0] == 0
@@ -657,9 +620,7 @@ def test_both_comparisons_are_told(
     assert "output_norm.weight" in out
 
 
-def test_odd_checkpoints_are_one_clear_line(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_odd_checkpoints_are_one_clear_line(tmp_path: Path, run: Command) -> None:
     one, up = np.float32(1).reshape(()), "model.layers.0.mlp.experts.{}.up_proj.weight"
     cases: list[tuple[str, Arrays, Arrays, str]] = [
         (
@@ -690,9 +651,7 @@ def test_odd_checkpoints_are_one_clear_line(
         assert said.count("\n") == 1
 
 
-def test_names_that_the_map_does_not_know(
-    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_names_that_the_map_does_not_know(tmp_path: Path, run: Command) -> None:
     source = folder(tmp_path / "hf", {**LLAMA, "vision.\x1bpatch": values(2, 2)})
     path = write(tmp_path / "m.gguf", LLAMA_GGUF, numbers=HEADS)
     status, _, err = run("verify", path, "--against", source)
@@ -723,7 +682,7 @@ WRONG: list[tuple[dict[str, bytes | None], str]] = [
 @pytest.mark.parametrize(("files", "what"), WRONG)
 def test_broken_checkpoints_are_one_clear_line(
     files: dict[str, bytes | None], what: str, tmp_path: Path,
-    run: Callable[..., tuple[int, str, str]], nothing_left: Callable[[], None],
+    run: Command, nothing_left: Callable[[], None],
 ) -> None:  # fmt: skip
     source = folder(tmp_path / "hf", LLAMA)
     for name, data in files.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 import loader
-from loader.cli.main import main
 from loader.cli.map import _HEIGHT, _ROWS, _WIDTH, draw_map, pieces
 from tests import build
 from tests.build import split_model
+from tests.conftest import Command
 from tests.test_against import TENSORS, write
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def do(*words: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            status = main([str(word) for word in words])
-        except SystemExit as error:
-            status = int(error.code or 0)
-        found = capsys.readouterr()
-        return status, found.out, found.err
-
-    return do
 
 
 class Page(HTMLParser):
@@ -147,7 +132,7 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
     assert "vocabulary only" in " ".join(page.words)
 
 
-def test_the_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_commands(tmp_path: Path, run: Command) -> None:
     path = write(tmp_path / "m.gguf", TENSORS)
     target = tmp_path / "map.html"
     status, out, err = run("inspect", path, "--map", target, "-ot", "ffn=CUDA1")
@@ -168,9 +153,7 @@ def test_the_commands(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) 
     assert run("inspect", path, "--map", target, "-ot", "(=cpu")[0] == 2
 
 
-def test_where_a_fit_puts_the_real_model(
-    gemma: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_where_a_fit_puts_the_real_model(gemma: Path, tmp_path: Path, run: Command) -> None:
     target = tmp_path / "map.html"
     devices = "CUDA0:900MiB/1GiB"
     status, out, _ = run("fit", gemma, "--devices", devices, "-fitt", "50", "--map", target)

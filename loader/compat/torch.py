@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gguf import GGMLQuantizationType
@@ -21,6 +20,7 @@ except ImportError as error:
         "pip install 'gguf-dio[torch]'"
     ) from None
 
+from loader._closing import Closing
 from loader.device.registry import HOST
 from loader.errors import quoted
 from loader.gguf.tensors import TensorInfo
@@ -30,7 +30,7 @@ from loader.options import AccessRequest, LoadKeywords, PathLike, ReadKeywords
 from loader.tensor import Tensor
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 
 def _access(access: AccessRequest | None) -> AccessRequest | None:
@@ -106,7 +106,7 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
     return host.view(torch.bfloat16) if is_bf16 else host
 
 
-class safe_open:  # noqa: N801 - the name that users know
+class safe_open(Closing):  # noqa: N801 - the name that users know
     """Reads single tensors of a model, as `safetensors.safe_open` does: a context manager.
 
     filename: as for `load_file`; framework: "pt", torch; device: as torch names
@@ -148,15 +148,8 @@ class safe_open:  # noqa: N801 - the name that users know
         self._model.load(names=[name], no_alloc=True)  # says what is wrong with the name
         return Slice(self._model, self._model.tensors[name], self._device)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Closes the files. Tensors that were read stay valid."""
         self._model.close()
 
 
