@@ -176,7 +176,8 @@ class OpenOptions:
 
 
 class SettingError(ValueError):
-    """An environment variable holds what can't be understood."""
+    """What comes from outside of the program makes no sense: an environment variable, or a value
+    that is to take the place of one in the metadata."""
 
 
 class ReadKeywords(TypedDict, total=False):

@@ -95,7 +95,8 @@ def test_values_in_place_of_those_in_the_metadata(tmp_path: Path) -> None:
     assert shown["x.y"] == {"type": "INT64", "value": 3}
     assert run("load", path, *words).returncode == 0
     wrong_type = run("load", path, "--override-kv", "general.name=int:3")
-    assert (wrong_type.returncode, wrong_type.stderr.count("\n")) == (1, 1)
+    assert (wrong_type.returncode, wrong_type.stderr.count("\n")) == (2, 1)
+    assert run("inspect", path, "--override-kv", "general.alignment=int:64").returncode == 2
     assert "general.name" in wrong_type.stderr
     malformed = run("fit", path, "--override-kv", "general.name=3")
     assert (malformed.returncode, "KEY=TYPE:VALUE" in malformed.stderr) == (2, True)

@@ -13,7 +13,7 @@ from gguf import GGUFValueType
 
 from loader._ffi import string_offsets
 from loader.errors import FormatError, quoted
-from loader.options import MetadataValue
+from loader.options import MetadataValue, SettingError
 
 # struct ld_gguf_key
 RECORD = np.dtype(
@@ -140,7 +140,7 @@ class Metadata(Mapping[str, Any]):
         """
         for key, value in values.items():
             if key == "general.alignment" or key.startswith("split."):
-                raise ValueError(f"{key!r} says how the file is laid out and can't be overridden")
+                raise SettingError(f"{key!r} says how the file is laid out and can't be overridden")
             kind = self.value_type(key) if key in self else _type_of(value)
             self._values[key] = _fit(key, value, kind)
             self._overridden[key] = kind
@@ -253,6 +253,6 @@ def _fit(key: str, value: MetadataValue, kind: GGUFValueType) -> MetadataValue:
             pass
         else:
             return stored
-    raise ValueError(
+    raise SettingError(
         f"metadata override {key!r}: {value!r} doesn't fit the stored type {kind.name}"
     )
