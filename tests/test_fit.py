@@ -245,6 +245,26 @@ def test_margins_and_limits_that_make_no_sense() -> None:
     assert (found.status, found.reason) == ("error", "at most 1000 model layers are supported")
 
 
+def test_steps_that_go_over_another_target_are_taken_back() -> None:
+    """The original goes over the target of the last device here: what overflows to it isn't looked
+    at again."""
+    sizes = [429940235, 1983644117, 845375726]
+    scenario = small(
+        devices=[[size, size] for size in sizes], margins=[0, 0, 0], n_layer=17, n_expert=8,
+        n_ctx_train=2048, output=146800640, compute_base=5242880, compute_per_token=1024,
+        kv_bytes_per_token_per_layer=256,
+        layers=[0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0],
+        layer_kinds=[
+            [15728640, 54525952, 85983232, 92274688], [48234496, 179306496, 127926272, 133169152],
+        ],
+    )  # fmt: skip
+    found = fit(scenario)
+    assert (found.status, over_target(scenario, found)) == ("success", [])
+    assert sum(found.tensor_split) == 18, "all layers, and some of their experts"
+    without = [rule for rule in found.overrides if "exps" in rule[0]]
+    assert 0 < len(without) < 17
+
+
 def test_a_device_that_gives_and_takes_its_last_layer_in_part() -> None:
     """It stays the first one with such layers, as in the original."""
     sizes = [96751834, 226856435, 502726846, 595373033]

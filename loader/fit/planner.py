@@ -329,25 +329,34 @@ class _Planner:
                 self._names[device], shares[device].n_layer, used[device] // _MIB,
                 _quotient(self._memory[device].free - used[device], _MIB),
             )  # fmt: skip
+        steps = [shares]
         if self._n_expert and surplus > 0:
-            shares = self._give_experts_back(shares, used)
-        found = self._params_of(shares)
-        self._check_targets(found)
-        return found
+            steps += self._give_experts_back(shares, used)
+        return self._last_within_targets(steps)
 
-    def _check_targets(self, params: FitParams) -> None:
+    def _last_within_targets(self, steps: Sequence[_Shares]) -> FitParams:
         """llama.cpp takes for granted what it hasn't looked at: other devices' shares while it
-        searches for one, and the rounding of the proportions."""
+        searches for one, and the rounding of the proportions. Where that goes wrong, its last steps
+        are taken back."""
+        reason = ""
+        for shares in reversed(steps):
+            params = self._params_of(shares)
+            over = self._over_targets(params)
+            if not over:
+                return params
+            reason = reason or (
+                f"no placement was found that meets every target; over it: {', '.join(over)}"
+            )
+        raise _Failure(reason)
+
+    def _over_targets(self, params: FitParams) -> list[str]:
+        """The devices that hold something and are over their targets, and by how much."""
         used = [total for total, _ in self._used_with_models(params)]
-        over = [
+        return [
             f"{name} by {-(-(total - target) // _MIB)} MiB"
             for name, total, target in zip(self._names, used, self._targets, strict=True)
             if total > target and total > 0
         ]
-        if over:
-            raise _Failure(
-                f"no placement was found that meets every target; over it: {', '.join(over)}"
-            )
 
     def _surplus_without_experts(self) -> int:
         everything = replace(self.params, overrides=((rf"blk\.\d+\.{_EXPERTS}", HOST_NAME),))
@@ -413,8 +422,8 @@ class _Planner:
                 break  # no progress: layers that can't be moved
         return low, used
 
-    def _give_experts_back(self, shares: _Shares, used: list[int]) -> _Shares:
-        """Step 4: whole layers from the front."""
+    def _give_experts_back(self, shares: _Shares, used: list[int]) -> list[_Shares]:
+        """Step 4: whole layers from the front. What devices hold after each step."""
         logger.info(
             "converting dense-only layers to full layers and filling them front-to-back with "
             "overflow to next device/system memory:"
@@ -424,9 +433,12 @@ class _Planner:
         while first > 0 and shares[first - 1].n_layer > 0:
             first -= 1
         state, device = _State(shares, first), 0
+        steps = []
         while device <= state.first <= self._last:
             state, used = self._convert(device, state, used)
+            steps.append(state.shares)
             state, used = self._add_part(device, state, used)
+            steps.append(state.shares)
             share = state.shares[device]
             logger.info(
                 "  - %s: %2d layers (%2d overflowing), %6d MiB used, %6d MiB free",
@@ -434,7 +446,7 @@ class _Planner:
                 _quotient(self._memory[device].free - used[device], _MIB),
             )  # fmt: skip
             device += 1
-        return state.shares
+        return steps
 
     def _convert(self, device: int, state: _State, used: list[int]) -> tuple[_State, list[int]]:
         """As many dense-only layers as fit become whole ones on the device."""
