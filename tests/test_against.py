@@ -513,6 +513,23 @@ def test_more_of_what_conversions_do(tmp_path: Path, run: Command) -> None:
             {f"model.layers.0.mlp.experts.{i}.down_proj.bias": experts[i] for i in range(3)},
             {"blk.0.ffn_down_exps.bias": np.stack(experts)}, {},
         ),
+        # Gate and up in one.
+        (
+            "granitemoe", {
+                "model.layers.0.block_sparse_moe.input_linear.weight": values(3, 8, 16),
+                "model.layers.0.shared_mlp.input_linear.weight": values(12, 16, seed=1),
+            },
+            {
+                "blk.0.ffn_gate_exps.weight": np.ascontiguousarray(values(3, 8, 16)[:, :4]),
+                "blk.0.ffn_up_exps.weight": np.ascontiguousarray(values(3, 8, 16)[:, 4:]),
+                "blk.0.ffn_gate_shexp.weight": values(12, 16, seed=1)[:6],
+                "blk.0.ffn_up_shexp.weight": values(12, 16, seed=1)[6:],
+            }, {"num_local_experts": 3},
+        ),
+        (
+            "mamba2", {"backbone.layers.0.mixer.dt_bias": values(8)},
+            {"blk.0.ssm_dt.bias": values(8)}, {},
+        ),
         # Heads by layer.
         (
             "deci", {"model.layers.1.self_attn.k_proj.weight": q_proj[:32]},

@@ -36,15 +36,26 @@ _NOT_PLUS_ONE = "linear_attn.norm.weight"
 _CUT_VOCABULARY = {"gemma3", "gemma3n"}
 # Those of which everything that the conversion does is here.
 KNOWN = {
-    "llama", "llama-embed", "granite", "mistral3", "smollm3", "arcee", "olmo", "olmo2", "olmoe",
-    "gemma", "gemma2", "gemma3", "gemma-embedding", "qwen2", "qwen3", "qwen2moe", "qwen3moe",
-    "phi3", "gpt2", "mamba", "mamba2", "command-r", "cohere2", "deepseek2", "bert", "deci",
+    "apertus", "arcee", "bert", "deci", "deepseek2", "ernie4_5", "exaone4", "gemma",
+    "gemma-embedding", "gemma2", "gemma3", "glm4", "glm4moe", "gpt2", "granite", "granitemoe",
+    "hunyuan-dense", "jamba", "lfm2", "llama", "llama-embed", "mamba", "mamba2", "mistral3",
+    "nemotron", "olmo", "olmo2", "olmoe", "phi2", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe",
+    "seed_oss", "smollm3", "stablelm", "starcoder2",
 }  # fmt: skip
 _TRANSPOSED = re.compile(r"\.(c_attn|c_fc|c_proj)\.weight$")  # gpt2
 _EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>[0-9]{1,4})\.(?P<after>.+)")
+_GATE_UP = re.compile(
+    r"model\.layers\.(?P<layer>[0-9]{1,4})\.(?P<part>block_sparse_moe|shared_mlp)"
+    r"\.input_linear\.weight"
+)
 # Left out by the conversion, and made by it.
 _SKIPPED = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
 _MADE = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
+# Names that are changed before they are looked for.
+_ENDINGS = {
+    ".e_score_correction_bias": ".e_score_correction.bias",
+    ".dt_bias": ".dt_proj.bias",
+}
 _PREFIXES = ("language_model.", "bert.", "roberta.")
 
 
@@ -81,12 +92,13 @@ class Converter:
             if name.endswith(_SKIPPED):
                 continue
             target, match = self._target(name), _EXPERT.fullmatch(name)
+            halves = self._halves(name, tensor)
             if target is None and match is not None:
                 target = self._stack_target(match)
                 if target is not None:
                     experts.setdefault(target, []).append((int(match["number"]), tensor))
                     continue
-            found = {} if target is None else self._changed(name, target, tensor)
+            found = halves or ({} if target is None else self._changed(name, target, tensor))
             if not found:
                 unknown.append(name)
             for one in found:
@@ -125,8 +137,9 @@ class Converter:
         if plain.endswith((".gamma", ".beta")):
             plain = plain.removesuffix(".gamma").removesuffix(".beta")
             plain += ".weight" if name.endswith(".gamma") else ".bias"
-        if plain.endswith(".e_score_correction_bias"):
-            plain = plain.replace("e_score_correction_bias", "e_score_correction.bias")
+        for ending, other in _ENDINGS.items():
+            if plain.endswith(ending):
+                plain = plain.removesuffix(ending) + other
         target: str | None = self._names.get_name(plain, try_suffixes=(".weight", ".bias"))
         is_bare = target is not None and plain.endswith((".experts.down_proj", ".experts.up_proj"))
         return f"{target}.weight" if is_bare else target
@@ -158,6 +171,23 @@ class Converter:
             return {target: _Changed(tensor, shape, lambda of, a, b: -np.exp(of.rows(a, b)))}
         return {target: tensor}
 
+    def _halves(self, name: str, tensor: Stored) -> dict[str, Values]:
+        """Granite's: gate and up in one, of experts or of the network that all tokens share."""
+        match = _GATE_UP.fullmatch(name)
+        if match is None or len(tensor.shape) < 2 or tensor.shape[-2] % 2:
+            return {}
+        is_shared = match["part"] == "shared_mlp"
+        has_experts = bool(self._config.get("num_local_experts"))
+        kind = "_exps" if not is_shared else "_shexp" if has_experts else ""
+        size = tensor.shape[-2] // 2
+        shape = (*tensor.shape[:-2], size, tensor.shape[-1])
+        return {
+            f"blk.{match['layer']}.ffn_{part}{kind}.weight": _Changed(
+                tensor, shape, _half(size, number)
+            )
+            for number, part in enumerate(("gate", "up"))
+        }
+
     def _split_kv_b(self, target: str, tensor: Stored) -> dict[str, Values]:
         """DeepSeek's: of each head, a part for keys, transposed, and one for values."""
         head = [self._config.get(f"{part}_head_dim") for part in ("qk_nope", "v")]
@@ -184,6 +214,22 @@ class Converter:
 
 def _first(pair: tuple[int, Stored]) -> int:
     return pair[0]
+
+
+def _half(size: int, number: int) -> Callable[[Values, int, int], Floats]:
+    """Rows of the first or second half, where each 2 * size rows are two halves."""
+
+    def part(of: Values, start: int, stop: int) -> Floats:
+        parts = []
+        while start < stop:
+            block, first = divmod(start, size)
+            last = min(size, first + stop - start)
+            begin = (2 * block + number) * size
+            parts.append(of.rows(begin + first, begin + last))
+            start += last - first
+        return np.concatenate(parts) if parts else np.empty(0, np.float32)
+
+    return part
 
 
 def _reordered(size: int) -> Callable[[Values, int, int], Floats]:
