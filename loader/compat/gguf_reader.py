@@ -7,6 +7,7 @@ each element of each array. Here they are made when they are touched.
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -60,8 +61,8 @@ class _Lazy(Sequence[Any]):
             return [self._at(i) for i in range(*index.indices(len(self)))]
         return self._at(range(len(self))[index])
 
-    def _at(self, index: int) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _at(self, index: int) -> Any: ...
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (list, _Lazy)):
