@@ -291,7 +291,10 @@ def test_a_name_that_does_not_lead_to_the_others(tmp_path: Path) -> None:
         loader.open(link)
     link.unlink()
     files[0].rename(link)
-    with pytest.raises(ShardError, match=r"one of 3 files.*give a list"):
+    with pytest.raises(ShardError, match=r"one of 3 files.*-00001-of-00003.*give a list"):
+        loader.open(link)
+    files[1].rename(link)
+    with pytest.raises(ShardError, match=r"should end in -00002-of-00003\.gguf"):
         loader.open(link)
 
 

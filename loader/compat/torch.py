@@ -187,7 +187,9 @@ class Slice:
         try:
             rows = range(shape[0])[first]
         except IndexError:
-            raise IndexError(f"{first} is outside of tensor {quoted(name)}, {shape}") from None
+            raise IndexError(
+                f"{first} is outside of tensor {quoted(name)}, {self.get_shape()}"
+            ) from None
         within: int | slice = 0
         if isinstance(rows, int):
             start, stop = rows, rows + 1

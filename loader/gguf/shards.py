@@ -192,7 +192,7 @@ def _siblings(given: Shard) -> list[str]:
     """Where the other files of the set should be, by the name that was given for one of them,
     wherever a link of that name leads to."""
     path, split = given.file.path, given.split
-    count = 1 if split is None else split.count
+    count, number = (1, 1) if split is None else (split.count, split.number + 1)
     folder, name = os.path.split(path)
     match = _SHARD_NAME.fullmatch(name)
     if match is None:
@@ -206,8 +206,8 @@ def _siblings(given: Shard) -> list[str]:
             )
         raise ShardError(
             f"{path}: this is one of {count} files of a model, but by its name the others can't be "
-            f"found (it should end in -00001-of-{count:05}.gguf){_linked(path)}; give a list of "
-            f"all paths, or join them: {_MERGE}",
+            f"found (it should end in -{number:05}-of-{count:05}.gguf){_linked(path)}; give a "
+            f"list of all paths (loader.open takes one), or join them: {_MERGE}",
             path=path,
             field=_COUNT,
         )
