@@ -8,7 +8,7 @@ experts are stacked, and more; by architecture, since nothing is to be guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -216,18 +216,29 @@ def _first(pair: tuple[int, Stored]) -> int:
     return pair[0]
 
 
+def _blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Which blocks of `size` rows some rows are in, and from where to where in each."""
+    while start < stop:
+        block, first = divmod(start, size)
+        last = min(size, first + stop - start)
+        yield block, first, last
+        start += last - first
+
+
+def _joined(parts: Iterable[Floats]) -> Floats:
+    """Rows one after the other; none for no parts."""
+    found = list(parts)
+    return np.concatenate(found) if found else np.empty(0, np.float32)
+
+
 def _half(size: int, number: int) -> Callable[[Values, int, int], Floats]:
     """Rows of the first or second half, where each 2 * size rows are two halves."""
 
     def part(of: Values, start: int, stop: int) -> Floats:
-        parts = []
-        while start < stop:
-            block, first = divmod(start, size)
-            last = min(size, first + stop - start)
-            begin = (2 * block + number) * size
-            parts.append(of.rows(begin + first, begin + last))
-            start += last - first
-        return np.concatenate(parts) if parts else np.empty(0, np.float32)
+        return _joined(
+            of.rows((2 * block + number) * size + first, (2 * block + number) * size + last)
+            for block, first, last in _blocks(start, stop, size)
+        )
 
     return part
 
@@ -311,13 +322,10 @@ class _Stack:
 
     def rows(self, start: int, stop: int) -> Floats:
         each = as_matrix(self.shape)[0] // len(self.experts)
-        parts = []
-        while start < stop:
-            number, first = divmod(start, each)
-            last = min(each, first + stop - start)
-            parts.append(self._of_one(self.experts[number], first, last))
-            start += last - first
-        return np.concatenate(parts) if parts else np.empty(0, np.float32)
+        return _joined(
+            self._of_one(self.experts[number], first, last)
+            for number, first, last in _blocks(start, stop, each)
+        )
 
     def _of_one(self, expert: Stored, first: int, last: int) -> Floats:
         """Rows of one expert, as they are counted in the stack."""

@@ -28,8 +28,6 @@ from loader.io.mapping import map_file
 
 _COUNTS = 8  # where the numbers of tensors and keys are in a file, after magic and version
 _FEW = 256  # parts that aren't worth the trouble
-_BEFORE_VALUE = 3  # parts of a key before its value: length, name, type
-_BEFORE_ELEMENTS = _BEFORE_VALUE + 2  # and of an array: type of the elements, and how many
 
 
 class ReaderField(gguf.ReaderField):
